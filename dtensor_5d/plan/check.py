@@ -1,0 +1,74 @@
+"""What is wrong with a plan: every violation at once, before any process group is asked for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dtensor_5d.degrees import Degrees
+from dtensor_5d.errors import Violation
+from dtensor_5d.options import Options
+from dtensor_5d.plan.patterns import matches
+
+__all__ = ["built_violations", "rule_violations"]
+
+# Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
+_AXES_TO_COME = {"pp": "pipeline", "cp": "context", "tp": "tensor", "ep": "expert", "etp": "expert"}
+_OPTIONS_TO_COME: dict[str, str] = {
+    "regather": "pipeline",
+    "schedule": "pipeline",
+    "chunks": "pipeline",
+    "layers_per_stage": "pipeline",
+    "sequence_parallel": "tensor",
+    "context": "context",
+    "balance": "context",
+    "ulysses": "context",
+    "dispatch": "expert",
+    "capacity": "expert",
+    "float8": "float8",
+    "recompute": "recomputation",
+    "compile": "compilation",
+}
+_RULES_TO_COME = {"pp": "pipeline", "cp": "context", "tp": "tensor", "ep": "expert"}
+
+
+def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
+    """Axes and options that are legal but not built in this version, each refused by name."""
+    bad = [
+        Violation(f"{axis} > 1 ({axis}={degree})", f"the {_AXES_TO_COME[axis]} axis is not in this version",
+                  f"leave {axis} at 1 and use dp_shard or dp_replicate")
+        for axis, degree in degrees.items()
+        if axis in _AXES_TO_COME and degree != 1
+    ]  # fmt: skip
+    changed = options.changed()
+    if changed.get("sequence_parallel") is False:
+        del changed["sequence_parallel"]  # what there is without tp anyway
+    bad += [
+        Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
+        for name, what in _OPTIONS_TO_COME.items()
+        if name in changed
+    ]
+    bad += [
+        Violation(f"rules for {axis}", f"the {what} axis is not in this version", f"remove rules[{axis!r}]")
+        for axis, what in _RULES_TO_COME.items()
+        if options.rules.get(axis)
+    ]
+    if options.precision == "fp16":
+        bad.append(
+            Violation("precision='fp16'", "fp16 needs loss scaling, which is not in this version", "use precision='bf16'")
+        )
+    return bad
+
+
+def rule_violations(axis: str, rules: dict[str, Any], module_names: Iterable[str]) -> list[Violation]:
+    """Rules that match no module of the model."""
+    names = list(module_names)
+    bad = []
+    for pattern in rules:
+        if any(matches(pattern, name) for name in names):
+            continue
+        last = pattern.split(".")[-1]
+        near = next((name for name in names if name.split(".")[-1] == last), None)
+        change = f"did you mean {near!r}?" if near else f"top-level modules are {[n for n in names if n and '.' not in n]}"
+        bad.append(Violation(f"rule {pattern!r} of axis {axis}", "it must match at least 1 module of the model", change))
+    return bad
