@@ -142,7 +142,7 @@ def _value_violation(name: str, value: Any) -> Violation | None:
         every = isinstance(value, str) and value.startswith("every=") and value[6:].isdigit() and int(value[6:]) > 0
         if value in ("none", "block", "selective") or every:
             return None
-        return Violation(f"{name}={value!r}", "must be none, block, selective or every=k (k >= 1)", "choose one of these")
+        return Violation(f"{name}={value!r}", "must be none, block, selective or every=k (k >= 1)", "choose one")
     assert name == "rules", name
     ok = isinstance(value, dict) and all(a in RULE_AXES and isinstance(r, dict) for a, r in value.items())
     if ok:

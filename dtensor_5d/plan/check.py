@@ -54,9 +54,8 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
         if options.rules.get(axis)
     ]
     if options.precision == "fp16":
-        bad.append(
-            Violation("precision='fp16'", "fp16 needs loss scaling, which is not in this version", "use precision='bf16'")
-        )
+        needs = "fp16 needs loss scaling, which is not in this version"
+        bad.append(Violation("precision='fp16'", needs, "use precision='bf16'"))
     return bad
 
 
@@ -69,6 +68,7 @@ def rule_violations(axis: str, rules: dict[str, Any], module_names: Iterable[str
             continue
         last = pattern.split(".")[-1]
         near = next((name for name in names if name.split(".")[-1] == last), None)
-        change = f"did you mean {near!r}?" if near else f"top-level modules are {[n for n in names if n and '.' not in n]}"
-        bad.append(Violation(f"rule {pattern!r} of axis {axis}", "it must match at least 1 module of the model", change))
+        top = [name for name in names if name and "." not in name]
+        change = f"did you mean {near!r}?" if near else f"the top-level modules are {top}"
+        bad.append(Violation(f"rule {pattern!r} of axis {axis}", "it must match at least 1 module", change))
     return bad
