@@ -1,0 +1,108 @@
+"""`plan_for`: from a Hugging Face config or model to a plan, with the rules of every axis that is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor_5d.adapters.decoder import Decoder, find_decoder
+from dtensor_5d.degrees import Degrees
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.options import Options
+from dtensor_5d.plan import Plan, built_violations, rule_violations
+
+__all__ = ["data_rules", "derive_rules", "plan_for"]
+
+
+def plan_for(config_or_model: Any, degrees: Degrees, **options: Any) -> Plan:
+    """The plan for a model: degrees and options checked, rules derived from the model's structure.
+
+    Example:
+        >>> plan = plan_for(AutoConfig.from_pretrained(folder), Degrees(dp_shard=-1), precision="bf16")
+
+    A config is built on meta to see its structure; no weights are made. Errors: `PlanError` listing all violations.
+    """
+    bad: list[Violation] = []
+    try:
+        chosen = Options.of(**options)
+    except PlanError as error:
+        bad += error.violations
+        known = {n: v for n, v in options.items() if n in Options().to_dict()}
+        chosen = Options()
+        bad += built_violations(degrees, _lenient(known))
+    else:
+        bad += built_violations(degrees, chosen)
+    if bad:
+        raise PlanError(bad)
+    model = config_or_model if isinstance(config_or_model, nn.Module) else _on_meta(config_or_model)
+    rules = derive_rules(model, find_decoder(model), degrees, chosen)
+    return Plan(degrees=degrees, options=chosen, rules=rules, model=getattr(model.config, "model_type", ""))
+
+
+def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: Options) -> dict[str, dict[str, Any]]:
+    """Axis -> {pattern: style}: what the structure says, with the user's rules on top.
+
+    Errors: `PlanError` for a user's rule that matches no module.
+    """
+    names = [name for name, _ in model.named_modules()]
+    bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names)]
+    if bad:
+        raise PlanError(bad)
+    rules: dict[str, dict[str, Any]] = {}
+    cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
+    if cut or options.precision is not None:
+        rules["dp"] = {**data_rules(model, decoder, options), **options.rules.get("dp", {})}
+    return rules
+
+
+def data_rules(model: nn.Module, decoder: Decoder, options: Options) -> dict[str, str]:
+    """The FSDP units: every decoder layer; the embedding with what is small beside it; the head with the final norm.
+
+    Tied weights must be in one unit: they stay in the root, which is gathered from the first to the last layer anyway.
+    Routers that must compute in fp32 are units of their own when the rest does not.
+    """
+    rules = {f"{decoder.layers}.*": "unit"}
+    tied = {owner.rpartition(".")[0] for group in decoder.ties for owner in group}
+    for side, names in (("embedding", decoder.before), ("head", decoder.after)):
+        if tied.intersection(names):
+            continue  # all of this side stays with the tied weight in the root
+        style = "unit" if len(names) == 1 else f"unit:{side}"
+        rules |= {name: style for name in names}
+    narrow = options.precision == "bf16" or any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
+    if narrow and decoder.fp32_modules:
+        rules |= {_over_layers(name, decoder): "unit" for name in decoder.fp32_modules}
+    return rules
+
+
+def _over_layers(name: str, decoder: Decoder) -> str:
+    head = decoder.layers + "."
+    if not name.startswith(head):
+        return name
+    index, _, rest = name[len(head) :].partition(".")
+    return f"{head}*.{rest}" if rest else f"{head}*"
+
+
+def _on_meta(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    if not isinstance(config, PretrainedConfig):
+        asked = f"plan_for of a {type(config).__name__}"
+        change = "give AutoConfig.from_pretrained(folder) or the model"
+        raise PlanError(Violation(asked, "needs a transformers config or model", change))
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _lenient(options: dict[str, Any]) -> Options:
+    """The options that are legal one by one, so that one bad value does not hide what else is to be said."""
+    good = {}
+    for name, value in options.items():
+        try:
+            Options.of(**{name: value})
+        except PlanError:
+            continue
+        good[name] = value
+    return Options.of(**good)

@@ -1,0 +1,137 @@
+"""`parallelize`: the order in which the axes are applied to a model, and why.
+
+ 1. Check everything that can be known without a collective; then let all ranks agree that they got here.
+ 2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
+ 3. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken.
+ 4. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
+
+The other axes join between 2 and 3 as their issues land: experts, tensor, context, recomputation (DESIGN section 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dtensor_5d.adapters.decoder import Decoder, find_decoder
+from dtensor_5d.adapters.planning import derive_rules
+from dtensor_5d.agree import Agreement
+from dtensor_5d.batch import BatchRules
+from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.families.facts import facts_for
+from dtensor_5d.mesh import Mesh
+from dtensor_5d.plan import Plan, built_violations
+from dtensor_5d.precision import apply_stored_dtype, compute_dtype
+from dtensor_5d.random import RandomStreams
+from dtensor_5d.run import Parts, Run
+from dtensor_5d.weights import same_weights
+
+__all__ = ["parallelize"]
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
+    """Shards `model` in place as `plan` says and returns the `Run` that trains it.
+
+    model: a Hugging Face causal language model, on meta (weights come later) or in memory (the same on all ranks).
+    Errors: `PlanError` on every rank, before the model is changed, listing all that is wrong.
+    """
+    agreement = Agreement(mesh["world"].get_group() if mesh.size > 1 else None, mesh.size, _device(mesh))
+    decoder: Decoder | None = None
+    error: Exception | None = None
+    try:
+        decoder = _checked(model, plan, mesh)
+        plan = _completed(model, plan, decoder)
+        units_of(model, plan.rules.get("dp", {}))
+    except Exception as problem:
+        error = problem
+    agreement.check(error)
+    assert decoder is not None
+    if not any(p.is_meta for p in model.parameters()):
+        same_weights(model, agreement)
+
+    options = plan.options.settled(plan.degrees.pp)
+    streams = RandomStreams(model, mesh.data_rank, _device(mesh))
+    apply_stored_dtype(model, options.precision)
+    if plan.rules.get("dp"):
+        shard(
+            model,
+            mesh["dp_replicate", "fsdp"] if mesh.degrees.dp_replicate > 1 else mesh["fsdp"],
+            plan.rules["dp"],
+            zero=options.zero,
+            precision=compute_dtype(options.precision),
+            fp32_modules=decoder.fp32_modules,
+            embedding=decoder.embedding,
+            layers=decoder.layers,
+        )
+    elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
+        model.to(_device(mesh))
+    parts = Parts(
+        decoder=decoder,
+        batch_rules=_batch_rules(model, decoder),
+        data=DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce)),
+        agreement=agreement,
+        streams=streams,
+    )
+    return Run(model, plan, mesh, parts)
+
+
+def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
+    """The decoder of a model that this plan and this mesh fit. Errors: `PlanError` with all that does not."""
+    bad = built_violations(plan.degrees, plan.options)
+    try:
+        resolved = plan.degrees.resolve(mesh.size)
+    except PlanError as error:
+        bad += error.violations
+    else:
+        if resolved != mesh.degrees:
+            asked = f"a plan for {plan.degrees} on a mesh of {mesh.degrees}"
+            bad.append(Violation(asked, "both must have the same degrees", "build the mesh from plan.degrees"))
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        bad.append(
+            Violation("output_router_logits=True", "the auxiliary router loss is not in this version",
+                      "set config.output_router_logits = False")
+        )  # fmt: skip
+    kind = getattr(config, "model_type", "")
+    if plan.model and kind != plan.model:
+        bad.append(Violation(f"a plan for {plan.model!r}", f"the model is {kind!r}", "make the plan from this model"))
+    meta = [p.is_meta for p in model.parameters()]
+    if any(meta) and not all(meta):
+        asked = f"{sum(meta)} of {len(meta)} parameters on meta"
+        bad.append(Violation(asked, "all or none must be there", "build the whole model under torch.device('meta')"))
+    try:
+        decoder = find_decoder(model)
+    except PlanError as error:
+        raise PlanError([*bad, *(error.violations or [Violation("this model", str(error), "give a causal LM")])]) from None
+    if bad:
+        raise PlanError(bad)
+    return decoder
+
+
+def _completed(model: nn.Module, plan: Plan, decoder: Decoder) -> Plan:
+    """The plan with rules, where it was made without a model."""
+    if plan.rules:
+        return plan
+    rules = derive_rules(model, decoder, plan.degrees, plan.options)
+    return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _batch_rules(model: nn.Module, decoder: Decoder) -> BatchRules:
+    kind = getattr(model.config, "model_type", "this family")
+    embedding = model.get_submodule(decoder.embedding)
+    tables = [
+        module.num_embeddings - int(getattr(module, "offset", 0))
+        for name in decoder.before
+        if name != decoder.embedding and isinstance(module := model.get_submodule(name), nn.Embedding)
+    ]
+    vocab = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
+    return BatchRules(
+        vocab=int(vocab), positions=min(tables, default=None), packs=facts_for(kind).packs_by_position, family=kind
+    )
+
+
+def _device(mesh: Mesh) -> torch.device:
+    return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)

@@ -1,0 +1,227 @@
+"""From what a user gives to micro-batches: checked, labels shifted, cut along B (contracts C3, C4, C9).
+
+Shapes: B batch (rows of this data rank), S sequence. A batch is the whole sequence; nothing here is cut along S yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.loss import IGNORE
+
+__all__ = ["BatchRules", "MicroBatch", "cut_window"]
+
+_KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "document_ids")
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What the model can take, so that a batch that it would misread is refused instead (contract C4).
+
+    vocab: ids must be in [0, vocab). positions: the size of a learned position table, None for computed positions.
+    packs: whether restarting positions separate documents in this family.
+    """
+
+    vocab: int
+    positions: int | None = None
+    packs: bool = True
+    family: str = "this family"
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`."""
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor | None
+    tokens: int
+    rows: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.rows == 0 or self.inputs["input_ids"].shape[1] == 0
+
+    @staticmethod
+    def missing(device: torch.device) -> MicroBatch:
+        """What a rank runs that has fewer micro-batches than others."""
+        return MicroBatch({"input_ids": torch.zeros(0, 1, dtype=torch.long, device=device)}, None, 0, 0)
+
+    def runnable(self) -> dict[str, torch.Tensor]:
+        """Inputs with at least one row and one token: an empty micro-batch still enters every collective."""
+        if not self.is_empty:
+            return self.inputs
+        return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=self.inputs["input_ids"].device)}
+
+
+def cut_window(
+    batches: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    microbatches: int,
+    rules: BatchRules,
+    device: torch.device,
+    *,
+    need_labels: bool = True,
+) -> list[MicroBatch]:
+    """All micro-batches of a window: each batch checked, its labels shifted over the whole sequence, cut along B.
+
+    Parts differ by at most one row and may be empty. Errors: `PlanError` with all that is wrong with the batches.
+    """
+    if isinstance(batches, Mapping):
+        batches = [batches]
+    if not isinstance(batches, Sequence) or isinstance(batches, (str, bytes)):
+        raise PlanError(
+            Violation(f"a batch of type {type(batches).__name__}", "must be a dict of [B, S] tensors or a list of them",
+                      "give for example {'input_ids': ids, 'labels': ids}")
+        )  # fmt: skip
+    bad: list[Violation] = []
+    for i, batch in enumerate(batches):
+        where = f"batch {i}: " if len(batches) > 1 else ""
+        bad += [Violation(where + v.asked, v.required, v.change) for v in _violations(batch, rules, need_labels)]
+    if bad:
+        raise PlanError(bad)
+    return [part for batch in batches for part in _cut(_prepared(batch, device), microbatches)]
+
+
+def _violations(batch: Any, rules: BatchRules, need_labels: bool) -> list[Violation]:
+    if not isinstance(batch, Mapping):
+        asked = f"a batch of type {type(batch).__name__}"
+        return [Violation(asked, "must be a dict of [B, S] tensors", "give for example {'input_ids': ids}")]
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+        return [Violation(f"input_ids: {shape}", "must be a tensor of shape [B, S]", "stack the rows into one tensor")]
+    bad = [
+        Violation(f"{key!r} in a batch", f"a batch holds {', '.join(_KEYS)}", f"remove {key!r}")
+        for key in batch
+        if key not in _KEYS
+    ]
+    given = {key: batch[key] for key in _KEYS if batch.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            bad.append(Violation(f"{key} of type {type(value).__name__}", "must be a tensor", "use torch.tensor"))
+        elif value.shape != ids.shape:
+            needs = f"must have the shape of input_ids, {tuple(ids.shape)}"
+            if value.dim() == 4:
+                needs += " (4-D masks say nothing about documents)"
+            bad.append(Violation(f"{key} of shape {tuple(value.shape)}", needs, "give one value for each token"))
+        elif value.is_floating_point() or value.is_complex():
+            bad.append(Violation(f"{key} of dtype {value.dtype}", "must hold whole numbers", f"use {key}.long()"))
+    if "labels" in given and "shift_labels" in given:
+        bad.append(Violation("both labels and shift_labels", "must be one of them", "labels are shifted inside"))
+    if need_labels and not ("labels" in given or "shift_labels" in given):
+        asked = f"a batch with {sorted(batch)}"
+        bad.append(Violation(asked, "needs labels to train", "add labels=input_ids.clone(), -100 where not supervised"))
+    if bad or ids.numel() == 0:
+        return bad
+    return _value_violations(given, rules)
+
+
+def _value_violations(given: Mapping[str, torch.Tensor], rules: BatchRules) -> list[Violation]:
+    bad = []
+    ids = given["input_ids"]
+    low, high = _range(ids)
+    if low < 0 or high >= rules.vocab:
+        worst = low if low < 0 else high
+        change = "use the tokenizer of this model, or resize its embeddings"
+        bad.append(Violation(f"input_ids with the id {worst}", f"ids must be in [0, {rules.vocab})", change))
+    for key in ("labels", "shift_labels"):
+        if key in given:
+            low, high = _range(torch.where(given[key] == IGNORE, 0, given[key]))
+            if low < 0 or high >= rules.vocab:
+                needs = f"labels must be in [0, {rules.vocab}) or {IGNORE}"
+                worst = low if low < 0 else high
+                bad.append(Violation(f"{key} with the id {worst}", needs, f"set what is not supervised to {IGNORE}"))
+    mask = given.get("attention_mask")
+    if mask is not None:
+        low, high = _range(mask.long())
+        if low < 0 or high > 1:
+            bad.append(Violation(f"attention_mask with the value {low if low < 0 else high}", "must be 0 (padding) or 1",
+                                 "mark documents with document_ids"))  # fmt: skip
+    positions = given.get("position_ids")
+    length = ids.shape[1]
+    if positions is not None:
+        low, high = _range(positions)
+        if low < 0:
+            bad.append(Violation(f"position_ids with {low}", "positions must be >= 0", "number tokens from 0"))
+        length = high + 1
+    if rules.positions is not None and length > rules.positions:
+        bad.append(Violation(f"position {length - 1}", f"the model has learned positions 0 to {rules.positions - 1}",
+                             f"use sequences of at most {rules.positions} tokens"))  # fmt: skip
+    documents = _documents(given) if not bad else None
+    if documents is not None:
+        if positions is not None and bool((positions != documents).any()):
+            bad.append(Violation("position_ids that differ from document_ids", "positions must restart at each document",
+                                 "give only one of the two"))  # fmt: skip
+        padded = mask is not None and not bool(mask.all())
+        if padded:
+            bad.append(Violation("packed documents beside an attention_mask with zeros",
+                                 "a row is either packed or padded",
+                                 "drop the mask and give padding labels -100 and a document of its own"))  # fmt: skip
+        if not rules.packs:
+            bad.append(Violation("packed documents (restarting position_ids or document_ids)",
+                                 f"{rules.family} does not separate documents by position, so they would see each other",
+                                 "put one document into a row"))  # fmt: skip
+    return bad
+
+
+def _range(values: torch.Tensor) -> tuple[int, int]:
+    low, high = values.aminmax()
+    return int(low), int(high)
+
+
+def _documents(given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Positions that restart at each document, or None when every row is one document (perhaps with padding)."""
+    documents, positions, mask = (given.get(key) for key in ("document_ids", "position_ids", "attention_mask"))
+    if documents is not None:
+        return _restarting(documents) if bool((documents[:, 1:] != documents[:, :-1]).any()) else None
+    if positions is not None:
+        restarts = positions[:, 1:] - positions[:, :-1] != 1
+        if mask is not None:  # the positions of padding are arbitrary
+            restarts &= mask[:, 1:].bool() & mask[:, :-1].bool()
+        if bool(restarts.any()):
+            return positions
+    return None
+
+
+def _restarting(documents: torch.Tensor) -> torch.Tensor:
+    """Position of each token inside its document; a document is a run of equal ids."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def _prepared(batch: Mapping[str, Any], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    given = {key: batch[key].to(device) for key in _KEYS if batch.get(key) is not None}
+    ids = given["input_ids"].long()
+    inputs = {"input_ids": ids}
+    mask = given.get("attention_mask")
+    # A mask of ones says nothing, but transformers stops looking for packed documents when it is there.
+    if mask is not None and ids.numel() and not bool(mask.all()):
+        inputs["attention_mask"] = mask.long()
+    positions = _documents(given) if ids.numel() else None
+    if positions is None:
+        positions = given.get("position_ids")
+    if positions is not None:
+        inputs["position_ids"] = positions.long()
+    if "shift_labels" in given:
+        return inputs, given["shift_labels"].long()
+    if "labels" in given:
+        return inputs, F.pad(given["labels"].long()[:, 1:], (0, 1), value=IGNORE)
+    return inputs, None
+
+
+def _cut(prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], parts: int) -> list[MicroBatch]:
+    inputs, labels = prepared
+    pieces = {key: value.tensor_split(parts) for key, value in inputs.items()}
+    label_pieces = labels.tensor_split(parts) if labels is not None else [None] * parts
+    cut = []
+    for i, own in enumerate(label_pieces):
+        tokens = int((own != IGNORE).sum()) if own is not None else 0
+        mine = {key: piece[i] for key, piece in pieces.items()}
+        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0]))
+    return cut

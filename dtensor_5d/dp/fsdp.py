@@ -1,0 +1,225 @@
+"""FSDP2 over the data axis: which modules form a unit, and what happens inside a window of micro-batches.
+
+Reductions only ever sum (contract C1): the loss is divided once, by the global token count.
+
+zero  grad_reduce   parameters inside the window   gathers per unit    reductions per unit and window
+----  -----------   ----------------------------   -----------------   ------------------------------
+1, 2  window        gathered once                  1 per window        1
+1, 2  microbatch    gathered once                  1 per window        1 per micro-batch
+3     window        resharded after use            2 per micro-batch   1
+3     microbatch    resharded after use            2 per micro-batch   1 per micro-batch
+
+Where backward needs no second gather under zero 3 there is none: the unit that holds the head stays gathered between
+forward and backward (backward starts with it), and so does the root; an embedding alone in its unit needs no weight
+in backward. With dp_replicate > 1 the all-reduce across replicas comes once per window in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.plan.patterns import matches, specificity
+
+__all__ = ["DataParallel", "shard", "units_of"]
+
+
+def units_of(model: nn.Module, rules: Mapping[str, str]) -> list[tuple[list[str], str]]:
+    """(names of the modules, style) for every FSDP unit, inner units first, in model order otherwise.
+
+    Errors: `PlanError` for a style that the data axis does not know.
+    """
+    bad = [
+        Violation(f"style {style!r} for {pattern!r} on the data axis", "must be unit, unit:NAME, unit/N or root",
+                  "see the README on rules of the data axis")
+        for pattern, style in rules.items()
+        if not (isinstance(style, str) and _parse(style))
+    ]  # fmt: skip
+    if bad:
+        raise PlanError(bad)
+    units: dict[str, tuple[list[str], str]] = {}
+    for name, _ in model.named_modules():
+        fitting = [p for p in rules if matches(p, name)]
+        if not name or not fitting:
+            continue
+        style = rules[max(fitting, key=specificity)]
+        kind, label = _parse(style) or ("root", "")
+        if kind != "root":
+            key = f"unit:{label}" if kind == "named" else name
+            units.setdefault(key, ([], style))[0].append(name)
+    return sorted(units.values(), key=lambda unit: -max(name.count(".") for name in unit[0]))
+
+
+def _parse(style: str) -> tuple[str, str] | None:
+    if style in ("unit", "root"):
+        return style, ""
+    head, colon, label = style.partition(":")
+    if head == "unit" and colon and label:
+        return "named", label
+    head, slash, count = style.partition("/")
+    if head == "unit" and slash and count.isdigit() and int(count) >= 1:
+        return "subgroup", count
+    return None
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    rules: Mapping[str, str],
+    *,
+    zero: int,
+    precision: torch.dtype | None,
+    fp32_modules: Sequence[str] = (),
+    embedding: str = "",
+    layers: str = "",
+) -> None:
+    """Shards the parameters of `model` over `mesh` (1-D: fsdp; 2-D: dp_replicate x fsdp), unit by unit, root last.
+
+    precision: the dtype of compute and of gathered parameters; parameters, their gradients and reductions keep the
+    dtype they are stored in (fp32 master weights). `fp32_modules` compute in fp32 whatever the precision.
+    Errors: `PlanError` for a subgroup (`unit/N`) that torch cannot form.
+    """
+    size = mesh.size(mesh.ndim - 1)
+    plain, exact = _policies(precision)
+    tied = _shared_parameters(model)
+    prefetchable: list[FSDPModule] = []
+    for names, style in units_of(model, rules):
+        modules = [model.get_submodule(name) for name in names]
+        _refuse_split_ties(modules, names, tied)
+        keep = zero < 3 or _runs_last(names, model)
+        reshard: bool | int = False if keep else _subgroup(style, size, mesh) or True
+        fp32 = all(name in fp32_modules for name in names)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=exact if fp32 else plain,
+            shard_placement_fn=_placement(size),
+        )
+        first = modules[0]
+        assert isinstance(first, FSDPModule)
+        if names == [embedding]:
+            first.set_unshard_in_backward(False)
+        if layers and all(name.startswith(layers + ".") and name.count(".") == layers.count(".") + 1 for name in names):
+            prefetchable.append(first)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=plain, shard_placement_fn=_placement(size))
+    for here, following in zip(prefetchable, prefetchable[1:]):
+        here.set_modules_to_forward_prefetch([following])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Sums need no premultiplied reduction, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+    assert isinstance(model, FSDPModule)
+    # A parameter that this rank's batch did not use still takes part in the reduction, or ranks would disagree on it.
+    model.set_reduce_scatter_unused_params(True)
+
+
+class DataParallel:
+    """Steers the units of a sharded model through a window; does nothing for a model that is not sharded."""
+
+    def __init__(self, model: nn.Module, *, zero: int, grad_reduce: str) -> None:
+        self._root = model if isinstance(model, FSDPModule) else None
+        self._model = model
+        self._keep = zero < 3
+        self._once = grad_reduce == "window"
+
+    def micro_batch(self, is_last: bool) -> None:
+        """Before the forward of a micro-batch: what its backward reduces and which parameters stay gathered."""
+        if self._root is None:
+            return
+        self._root.set_requires_gradient_sync(is_last or not self._once)
+        if is_last or not self._once:
+            self._root.set_requires_all_reduce(is_last)
+        self._root.set_reshard_after_backward(is_last or not self._keep)
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """Around forwards without backward: afterwards every parameter is a stored shard again."""
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Frees gathered parameters."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def recover(self) -> None:
+        """After an exception inside a window: gradients of that window are lost, the next window starts clean."""
+        if self._root is not None:
+            self._root.reset_iter_state()
+
+
+def _policies(precision: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    if precision is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    plain = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return plain, exact
+
+
+def _placement(size: int) -> Any:
+    """Shard along dim 0, except 3-D (expert) parameters whose dim 0 does not divide and whose last dim does.
+
+    Not dim 1: there the gate and up halves of fused experts meet, and a loader that concatenates them along that dim
+    would fill a plain shard with the wrong rows.
+    """
+
+    def choose(parameter: nn.Parameter) -> Shard | None:
+        if parameter.dim() == 3 and parameter.shape[0] % size and parameter.shape[2] % size == 0:
+            return Shard(2)
+        return None
+
+    return choose
+
+
+def _subgroup(style: str, size: int, mesh: DeviceMesh) -> int | None:
+    kind, count = _parse(style) or ("", "")
+    if kind != "subgroup":
+        return None
+    n = int(count)
+    if n == size:
+        return None
+    if n < 2 or size % n:
+        legal = [d for d in range(2, size + 1) if size % d == 0]
+        asked = f"style {style!r}: reshard to groups of {n}"
+        raise PlanError(Violation(asked, f"the group must divide the {size} ranks of fsdp", f"use one of {legal}"))
+    return n
+
+
+def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return {key: names for key, names in owners.items() if len(names) > 1}
+
+
+def _refuse_split_ties(modules: Sequence[nn.Module], names: Sequence[str], tied: Mapping[int, list[str]]) -> None:
+    for module in modules:
+        for parameter in module.parameters():
+            owners = tied.get(id(parameter), [])
+            outside = [o for o in owners if not any(o == n or o.startswith(n + ".") for n in names)]
+            if outside:
+                inside = [o for o in owners if o not in outside]
+                asked = f"rules that put {inside[0]} into the unit {list(names)}"
+                needs = f"its weight is tied to {outside}, and tied weights must be in 1 unit"
+                raise PlanError(Violation(asked, needs, "give all of them the same 'unit:NAME', or 'root'"))
+
+
+def _runs_last(names: Sequence[str], model: nn.Module) -> bool:
+    """Whether this unit holds the head: backward starts there, so freeing it after forward gains nothing."""
+    get = getattr(model, "get_output_embeddings", lambda: None)
+    head = get()
+    return head is not None and any(model.get_submodule(name) is head for name in names)

@@ -1,0 +1,54 @@
+"""Random streams of dropout: distinct where the data is cut, the same on every run with the same seed (contract C11)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["RandomStreams", "is_random", "stream_seed"]
+
+
+def stream_seed(*parts: int | str) -> int:
+    """A 63-bit seed from numbers and names, the same in every process (Python's own hash of a string is not)."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether the model draws random numbers in training: a dropout module or a dropout or jitter in its config."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    return any(
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        for name, value in settings.items()
+        if any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop"))
+    )
+
+
+class RandomStreams:
+    """One stream per (seed, window, micro-batch, data rank); the process' own stream is left where it was.
+
+    The seed is the one torch had when the model was parallelized. A model that draws nothing is not touched.
+    """
+
+    def __init__(self, model: nn.Module, data_rank: int, device: torch.device) -> None:
+        self._draws = is_random(model)
+        self._seed = torch.initial_seed()
+        self._rank = data_rank
+        self._devices = [device] if device.type != "cpu" else []
+
+    @contextmanager
+    def of(self, window: int, micro_batch: int) -> Iterator[None]:
+        if not self._draws:
+            yield
+            return
+        kind = self._devices[0].type if self._devices else "cuda"
+        with torch.random.fork_rng(devices=self._devices, device_type=kind):
+            torch.manual_seed(stream_seed("dropout", self._seed, window, micro_batch, self._rank))
+            yield

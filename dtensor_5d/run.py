@@ -1,0 +1,259 @@
+"""`Run`: a parallel model with the few calls of a training loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.agree import Agreement
+from dtensor_5d.batch import BatchRules, MicroBatch, cut_window
+from dtensor_5d.checkpoint import pretrained
+from dtensor_5d.dp.fsdp import DataParallel
+from dtensor_5d.dp.grads import clip_grads_, grad_norm
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.loss import LossFunction, nothing, token_loss_sum
+from dtensor_5d.mesh import Mesh
+from dtensor_5d.plan import Plan
+from dtensor_5d.random import RandomStreams
+
+__all__ = ["Run"]
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `parallelize` found out and made on the way, for `Run` to work with."""
+
+    decoder: Decoder
+    batch_rules: BatchRules
+    data: DataParallel
+    agreement: Agreement
+    streams: RandomStreams
+
+
+class Run:
+    """What `parallelize` returns. Every method is called by all ranks alike, unless it says otherwise.
+
+    `model` stays an ordinary Hugging Face module: `run.model(**inputs)` works. `data_rank`, `data_size`: which share
+    of the data this rank must read. `sequence_multiple`: other lengths are padded inside.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, parts: Parts) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = mesh
+        self.data_rank: int = mesh.data_rank
+        self.data_size: int = mesh.data_size
+        self.sequence_multiple = 1
+        self._parts = parts
+        self._source: str | Path | None = None
+        self._windows = 0
+
+    # --- training
+
+    def step(self, batch: Batch | Sequence[Batch], loss: LossFunction | None = None) -> torch.Tensor:
+        """One window: forward and backward of all its micro-batches. Adds to `.grad`, never zeroes it.
+
+        batch: this data rank's rows, a dict of [B, S] tensors, or several of them; each is cut along B into
+        `microbatches` parts, and the window is all of them. loss: `fn(logits [B, S, V], shifted labels [B, S]) -> sum`
+        in place of cross entropy. Returns the mean over all supervised tokens of the window on all ranks: a 0-dim
+        tensor, the same everywhere; 0 (with gradients of 0, and a warning) when there is none.
+        Errors: `PlanError` on every rank, before any forward, when any rank's batch is wrong.
+        """
+        self._require_weights("step")
+        window, most, tokens = self._agreed(batch, need_labels=True)
+        if tokens == 0:
+            warnings.warn("no supervised token in this window (all labels are -100): loss and gradients are 0", stacklevel=2)
+        device = self._device
+        window += [MicroBatch.missing(device)] * (most - len(window))
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        try:
+            for number, micro in enumerate(window):
+                self._parts.data.micro_batch(is_last=number + 1 == most)
+                with self._parts.streams.of(self._windows, number):
+                    part = self._loss_of(micro, loss, tokens)
+                    part.backward()
+                total += part.detach()
+        except BaseException:
+            self._parts.data.recover()
+            raise
+        self._windows += 1
+        return self._summed(total).float()
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients, replicas counted once: a 0-dim tensor, the same on all ranks."""
+        return grad_norm(self.model.parameters())
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before that."""
+        if not max_norm > 0:
+            raise PlanError(Violation(f"max_norm={max_norm!r}", "must be > 0", "give for example 1.0"))
+        norm = self.grad_norm()
+        clip_grads_(self.model.parameters(), max_norm, norm)
+        return norm
+
+    # --- looking
+
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """(mean loss over all supervised tokens, their number) of forwards without gradients, the same on all ranks.
+
+        Ranks may bring different numbers of batches. Eval mode inside, the mode is restored. No supervised token at
+        all: (0.0, 0).
+        """
+        self._require_weights("evaluate")
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        count = 0
+        source = iter(batches)
+        with self._looking():
+            while True:
+                window, most, tokens, more = self._next_batch(source)
+                if not more:
+                    break
+                count += tokens
+                for micro in window + [MicroBatch.missing(self._device)] * (most - len(window)):
+                    total += self._loss_of(micro, None, 1).detach()
+        return (self._summed(total).item() / count if count else 0.0), count
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits [B, S, V] of this data rank's batch, whole vocabulary, original token order. A debugging aid.
+
+        Eval mode, no gradients, the mode is restored; `microbatches` is ignored; labels are not needed.
+        """
+        self._require_weights("logits")
+        window, _, _ = self._agreed(batch, need_labels=False, parts=1)
+        with self._looking():
+            micro = window[0]
+            out = self._forward(micro)
+        if micro.is_empty:
+            return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
+        return out
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""
+        return {name: _full(p.detach()) for name, p in self.named_parameters()}
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of every named parameter as a full tensor on every rank, zeros where there is none."""
+        return {
+            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else _full(p.grad)
+            for name, p in self.named_parameters()
+        }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, for an optimizer."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(Hugging Face name, parameter) of this rank; tied ones once, under their first name."""
+        return self.model.named_parameters()
+
+    # --- weights
+
+    def init_weights(self, seed: int) -> None:
+        """Fresh weights as the family initialises them: the same seed gives the same weights on any layout."""
+        pretrained.init_weights(self.model, seed)
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Weights from a Hugging Face folder; every rank reads only its slices."""
+        pretrained.load_pretrained(self.model, folder, device=self._device)
+        self._source = folder
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """An ordinary Hugging Face folder that `from_pretrained` loads bit-equal (dtype None: as stored)."""
+        self._require_weights("save_pretrained")
+        pretrained.save_pretrained(
+            self.model, folder, config=getattr(self.model, "config", None), source=self._source, dtype=dtype
+        )
+
+    # --- inside
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.mesh.device_type, torch.cuda.current_device() if self.mesh.device_type == "cuda" else None)
+
+    def _agreed(
+        self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None
+    ) -> tuple[list[MicroBatch], int, int]:
+        """This rank's micro-batches, the largest number of them on any rank, supervised tokens of all ranks."""
+        window: list[MicroBatch] = []
+        error: Exception | None = None
+        try:
+            window = self._cut(batch, need_labels, parts)
+        except Exception as problem:
+            error = problem
+        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window))
+        return window, max(row[0] for row in every), sum(row[1] for row in every)
+
+    def _next_batch(self, source: Iterator[Batch]) -> tuple[list[MicroBatch], int, int, bool]:
+        window: list[MicroBatch] = []
+        error: Exception | None = None
+        more = True
+        try:
+            batch = next(source, None)
+            more = batch is not None
+            window = self._cut(batch, True, None) if batch is not None else []
+        except Exception as problem:
+            error = problem
+        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), int(more))
+        return window, max(r[0] for r in every), sum(r[1] for r in every), any(r[2] for r in every)
+
+    def _cut(self, batch: Batch | Sequence[Batch], need_labels: bool, parts: int | None) -> list[MicroBatch]:
+        return cut_window(
+            batch,
+            parts or self.plan.options.microbatches,
+            self._parts.batch_rules,
+            self._device,
+            need_labels=need_labels,
+        )
+
+    def _forward(self, micro: MicroBatch) -> torch.Tensor:
+        # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
+        logits: torch.Tensor = self.model(**micro.runnable(), use_cache=False).logits
+        return logits
+
+    def _loss_of(self, micro: MicroBatch, loss: LossFunction | None, tokens: int) -> torch.Tensor:
+        """This micro-batch's part of the global mean."""
+        logits = self._forward(micro)
+        if micro.tokens == 0 or micro.labels is None:
+            return nothing(logits)
+        return (loss or token_loss_sum)(logits, micro.labels) / tokens
+
+    def _summed(self, value: torch.Tensor) -> torch.Tensor:
+        group = self.mesh["loss"]
+        if group.size() > 1:
+            dist.all_reduce(value, group=group.get_group())
+        return value
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        modes = [module.training for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._parts.data.forward_only():
+                yield
+        finally:
+            for module, mode in zip(self.model.modules(), modes):
+                module.training = mode
+
+    def _require_weights(self, what: str) -> None:
+        if any(p.is_meta for p in self.model.parameters()):
+            raise PlanError(
+                Violation(f"run.{what} of a model on meta", "weights must be there first",
+                          "call run.load_pretrained(folder) or run.init_weights(seed)")
+            )  # fmt: skip
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
