@@ -29,7 +29,7 @@ class Agreement:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         every = own.new_empty(self._size * len(values))
-        dist.all_gather_into_tensor(every, own, group=self._group)
+        dist.all_gather_single(every, own, group=self._group)
         return every.view(self._size, -1).tolist()
 
     def check(self, error: Exception | None, *values: int) -> list[list[int]]:

@@ -38,7 +38,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     model: a Hugging Face causal language model, on meta (weights come later) or in memory (the same on all ranks).
     Errors: `PlanError` on every rank, before the model is changed, listing all that is wrong.
     """
-    agreement = Agreement(mesh["world"].get_group() if mesh.size > 1 else None, mesh.size, _device(mesh))
+    agreement = Agreement(mesh["world"].get_group() if mesh.world_size > 1 else None, mesh.world_size, _device(mesh))
     decoder: Decoder | None = None
     error: Exception | None = None
     try:
@@ -82,7 +82,7 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
     """The decoder of a model that this plan and this mesh fit. Errors: `PlanError` with all that does not."""
     bad = built_violations(plan.degrees, plan.options)
     try:
-        resolved = plan.degrees.resolve(mesh.size)
+        resolved = plan.degrees.resolve(mesh.world_size)
     except PlanError as error:
         bad += error.violations
     else:

@@ -90,7 +90,8 @@ class Run:
             self._parts.data.recover()
             raise
         self._windows += 1
-        return self._summed(total).float()
+        # As precise as the weights: fp64 for fp64 models, else fp32.
+        return self._summed(total).to(torch.promote_types(self._dtype, torch.float32))
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, replicas counted once: a 0-dim tensor, the same on all ranks."""
@@ -178,6 +179,10 @@ class Run:
         )
 
     # --- inside
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
 
     @property
     def _device(self) -> torch.device:
