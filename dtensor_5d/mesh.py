@@ -1,12 +1,12 @@
 """`Mesh`: the live process groups of some degrees, every axis by name, all cut from one world mesh.
 
-`layout.py` says which ranks belong together; here they get process groups. Everything that touches torch's private
-mesh interface is in `_mesh_of` and `_outside_fake_mode`.
+`layout.py` says which ranks belong together; here they get process groups. What touches torch's private
+interfaces is in `_mesh_of`, `_register` and `_outside_fake_mode`.
 
 Which axes share a communicator: backends run the collectives of one communicator one after the other, so an axis whose
 traffic should overlap with others (pp, cp, tp, ep, etp) never shares one, even where it spans the same ranks. The data
 axes (dp_shard, fsdp, efsdp, loss, ...) follow one another anyway and share one where their ranks are equal. Axes of
-size 1 share a group of this rank alone.
+size 1 share a group of this rank alone. A second mesh over the same world finds the groups that are there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,11 +49,11 @@ class Mesh:
         self.device_type: str = root.device_type
         self.rank: int = dist.get_rank()
         self.axes: dict[str, Axis] = axes_of(degrees)
-        groups = _create_groups(self.axes, self.rank)
+        names = _groups_by_name(self.axes, self.rank)
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {("world",): root}
         for name, axis in self.axes.items():
             if name != "world":
-                self._meshes[name,] = _mesh_of(root, axis, groups[name])
+                self._meshes[name,] = _mesh_of(root, axis, names[name])
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         key = (names,) if isinstance(names, str) else tuple(names)
@@ -124,32 +125,24 @@ def build_mesh(degrees: Degrees, device_type: str, *, ranks_per_node: int | None
         return Mesh(resolved, root)
 
 
-def _create_groups(axes: dict[str, Axis], rank: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group on each axis. Creating one is a collective: all ranks walk through all groups in one order."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world.size() == 1:
-        return dict.fromkeys(axes, world)
-    groups: dict[str, dist.ProcessGroup] = {}
-    alone: dist.ProcessGroup | None = None
-    shared = {(axes["world"].size, axes["world"].stride): world}
-    for name, axis in axes.items():
-        if axis.size == 1:
-            # No other rank is in it, so none need take part.
-            alone = alone or dist.new_group([rank], use_local_synchronization=True, group_desc="mesh_alone")
-            groups[name] = alone
-            continue
-        key = (axis.size, axis.stride)
-        if name in _MAY_SHARE and key in shared:
-            groups[name] = shared[key]
-            continue
-        groups[name] = _create_group(axis, rank, world.size())
-        if name in _MAY_SHARE:
-            shared[key] = groups[name]
-    return groups
+def _groups_by_name(axes: dict[str, Axis], rank: int) -> dict[str, str]:
+    """Axis -> the registered name of this rank's group. Collective: all ranks create all groups in one order."""
+    names: dict[str, str] = {}
+    for axis in axes.values():
+        family = "data" if axis.name in _MAY_SHARE else axis.name
+        name = "dtensor_5d alone" if axis.size == 1 else f"dtensor_5d {family} {axis.size}x{axis.stride}"
+        if not _is_registered(name):
+            _register(name, _create_group(axis, rank, axes["world"].size))
+        names[axis.name] = name
+    return names
 
 
 def _create_group(axis: Axis, rank: int, world_size: int) -> dist.ProcessGroup:
+    if axis.size == world_size and (axis.name in _MAY_SHARE or world_size == 1):
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if axis.size == 1:  # no other rank is in it, so none need take part
+        return dist.new_group([rank], use_local_synchronization=True, group_desc="mesh_alone")
     mine = None
     for first in (r for r in range(world_size) if axis.index(r) == 0):
         ranks = axis.ranks(first)
@@ -160,7 +153,26 @@ def _create_group(axis: Axis, rank: int, world_size: int) -> dist.ProcessGroup:
     return mine
 
 
-def _mesh_of(root: DeviceMesh, axis: Axis, group: dist.ProcessGroup) -> DeviceMesh:
+def _is_registered(name: str) -> bool:
+    try:
+        _resolve_process_group(name)
+    except RuntimeError:  # never registered, or destroyed since
+        return False
+    return True
+
+
+def _register(name: str, group: dist.ProcessGroup) -> None:
+    """Gives a group a name that says which ranks it has.
+
+    DTensor remembers meshes and hands out an old, equal one for a new one, and a mesh knows its groups by name. Torch
+    numbers groups in the order in which they are made; after torch.distributed was ended and started again, the number
+    of an old mesh would stand for other ranks.
+    """
+    _unregister_process_group(name)
+    _register_process_group(name, group)
+
+
+def _mesh_of(root: DeviceMesh, axis: Axis, group_name: str) -> DeviceMesh:
     """A one-dimensional mesh of `axis` below `root`: what DeviceMesh._unflatten does, with a group of our choice.
 
     fully_shard joins the mesh of a parameter with its own, which needs one root; DeviceMesh.from_group would make a
@@ -174,8 +186,8 @@ def _mesh_of(root: DeviceMesh, axis: Axis, group: dist.ProcessGroup) -> DeviceMe
         _root_mesh=root,
         _init_backend=False,
     )
-    mesh._dim_group_names = [group.group_name]
-    root._pg_registry[group.group_name] = group
+    mesh._dim_group_names = [group_name]
+    root._pg_registry[group_name] = _resolve_process_group(group_name)
     return mesh
 
 

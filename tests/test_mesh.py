@@ -14,7 +14,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,6 +23,7 @@ from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError
 from dtensor_5d.layout import axes_of, groups_of
 from dtensor_5d.mesh import build_mesh
+from tests.harness import run_ranks
 
 
 @pytest.fixture
@@ -130,13 +130,12 @@ def test_mistakes_name_both_numbers_and_the_way_out(fake_world, call, message):
     assert dist.is_initialized(), "a group that the user made is the user's to end"
 
 
-def script(code, **environment):
-    """Runs a program of one process as a user would, with nothing of a launcher but `environment`."""
+def start(code, *arguments, **environment):
+    """Starts a program of one process as a user would, with nothing of a launcher but `environment`."""
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    head = "from dtensor_5d import Degrees, PlanError, build_mesh\n"
-    return subprocess.run(
-        [sys.executable, "-c", head + code], env={**plain, **environment}, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", "from dtensor_5d import Degrees, PlanError, build_mesh\n" + code, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env={**plain, **environment}, stdout=pipe, stderr=pipe, text=True)
 
 
 ONE_PROCESS = """
@@ -160,9 +159,9 @@ except PlanError as error:
 
 
 def test_one_process_needs_no_launcher_and_several_are_told_to_use_one():
-    done = script(ONE_PROCESS)
-    assert done.returncode == 0, done.stderr
-    first, several, left, device = done.stdout.splitlines()
+    out, err = start(ONE_PROCESS).communicate(timeout=60)
+    assert len(out.splitlines()) == 4, err
+    first, several, left, device = out.splitlines()
     assert first == "Mesh(Degrees(), world 1, 'cpu', rank 0) 1.0"
     assert re.search(r"multiply to 4 ranks, but this is 1 process; start with: torchrun --nproc-per-node 4", several)
     assert left == "False"
@@ -170,9 +169,8 @@ def test_one_process_needs_no_launcher_and_several_are_told_to_use_one():
 
 
 def test_half_a_launch_is_told_what_is_missing():
-    done = script('build_mesh(Degrees(), "cpu")', RANK="0")
-    assert done.returncode == 1
-    assert re.search(r"PlanError: an incomplete launch .*variable WORLD_SIZE expected", done.stderr)
+    _, err = start('build_mesh(Degrees(), "cpu")', RANK="0").communicate(timeout=60)
+    assert re.search(r"PlanError: an incomplete launch .*variable WORLD_SIZE expected", err)
 
 
 def free_port():
@@ -181,26 +179,63 @@ def free_port():
         return s.getsockname()[1]
 
 
-def launch(rank, ports):
-    """What torchrun does for each of 4 ranks, then the checks that need real groups."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
-    with pytest.raises(PlanError, match="multiply to 3, which must equal the world size 4"):
-        build_mesh(Degrees(dp_shard=3), "cpu")
-    assert not dist.is_initialized()
-    os.environ["MASTER_PORT"] = str(ports[1])
-    check_groups(build_mesh(Degrees(pp=2, dp_shard=-1, ep=2), "cpu"))
-    check_groups(build_mesh(Degrees(cp=2, tp=2, ep=4), "cpu"))
+LAUNCHED = """
+import os, sys, torch
+try:
+    build_mesh(Degrees(dp_shard=3), "cpu")
+except PlanError as error:
+    print(error)
+print(torch.distributed.is_initialized())
+os.environ["MASTER_PORT"] = sys.argv[1]
+mesh = build_mesh(Degrees(dp_shard=-1), "cpu")
+total = torch.tensor([mesh.rank + 1.0])
+torch.distributed.all_reduce(total, group=mesh["fsdp"].get_group())
+print(mesh["fsdp"].size(), total.item())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_launched_job_of_2_starts_by_itself_and_refuses_other_degrees_on_both_ranks():
+    first, second = free_port(), free_port()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first)}
+    ranks = [start(LAUNCHED, str(second), **place, RANK=str(rank)) for rank in range(2)]
+    for out, err in (rank.communicate(timeout=60) for rank in ranks):
+        refusal, left, sums = (out.splitlines() + [err] * 3)[:3]
+        assert "multiply to 3, which must equal the world size 2" in refusal
+        assert (left, sums) == ("False", "2 3.0")
+
+
+def test_groups_of_every_axis_hold_the_ranks_of_the_tables():
+    run_ranks(4, check_groups, Degrees(pp=2, dp_shard=-1, ep=2))
+    run_ranks(4, check_groups, Degrees(cp=2, tp=2, ep=4))
+
+
+def test_fully_shard_takes_the_meshes_of_hsdp_and_tensor_parameters():
+    run_ranks(4, check_fully_shard)
+
+
+def test_an_old_mesh_that_dtensor_remembers_still_means_the_same_ranks():
+    """`ep` is the 3rd axis with a group of its own in the first world and the 2nd in the other."""
+    for degrees in (Degrees(dp_replicate=2, dp_shard=2, ep=2), Degrees(dp_shard=4, ep=2)):
+        assert run_ranks(4, whole_from_ep, degrees) == [list(range(0, 16, 2))] * 4
+
+
+def whole_from_ep(rank, degrees):
+    mesh = build_mesh(degrees, "cpu")
+    cut = distribute_tensor(torch.arange(8.0), mesh["ep"], [Shard(0)])
+    return (cut * 2).redistribute(placements=[Replicate()]).to_local().tolist()
+
+
+def check_fully_shard(rank):
     check_hsdp(build_mesh(Degrees(dp_replicate=2, dp_shard=2), "cpu"))
-    both_views = build_mesh(Degrees(dp_shard=2, tp=2, ep=2), "cpu")
-    check_two_roads_to_one_rank(both_views)
-    check_tensor_parameters_below_fsdp(both_views)
-    dist.barrier()
-    dist.destroy_process_group()
+    mesh = build_mesh(Degrees(dp_shard=2, tp=2, ep=2), "cpu")
+    check_tensor_parameters_below_fsdp(mesh)
+    check_experts_beside_tensor_parameters(mesh)
 
 
-def check_groups(mesh):
+def check_groups(rank, degrees):
     """Adding up the ranks of a group gives the sum of the table."""
+    mesh = build_mesh(degrees, "cpu")
     for name in mesh.axes:
         total = torch.tensor([float(mesh.rank)])
         dist.all_reduce(total, group=mesh[name].get_group())
@@ -247,7 +282,7 @@ def check_tensor_parameters_below_fsdp(mesh):
     assert_gradients(model, want)
 
 
-def check_two_roads_to_one_rank(mesh):
+def check_experts_beside_tensor_parameters(mesh):
     """Dense and expert weights in one fully_shard tree: (fsdp, tp) and (efsdp, ep) are views of one world."""
     model, _, _ = reference()
     expert, dense = model[0], model[2]
@@ -258,9 +293,5 @@ def check_two_roads_to_one_rank(mesh):
     fully_shard(model, mesh=mesh["fsdp"])
     assert expert.weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
     assert dense.weight.device_mesh.mesh_dim_names == ("fsdp", "tp")
-    assert expert.weight.device_mesh._get_root_mesh() is dense.weight.device_mesh._get_root_mesh()
+    assert expert.weight.device_mesh._get_root_mesh() == dense.weight.device_mesh._get_root_mesh() == mesh["world"]
     assert all(torch.equal(p.full_tensor(), w) for p, w in zip(model.parameters(), whole))
-
-
-def test_four_ranks():
-    mp.spawn(launch, args=((free_port(), free_port()),), nprocs=4)
