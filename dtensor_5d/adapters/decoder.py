@@ -20,7 +20,7 @@ from torch import nn
 from dtensor_5d.adapters.trace import trace_order
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["Decoder", "find_decoder"]
+__all__ = ["Decoder", "find_decoder", "model_head"]
 
 # What torch puts into a parameter's name when it wraps a module in another one.
 _WRAPPERS = {
@@ -92,20 +92,21 @@ def find_decoder(model: nn.Module) -> Decoder:
     _refuse_wrapped(model, modules)
     embedding = _embedding(model, modules)
     layers = _layer_list(model, modules, embedding)
+    n_layers = len(list(modules[layers].children()))
     order = trace_order(model, layers)
     outside = {name: m for name, m in modules.items() if not name.startswith(layers + ".")}
     reached = {*order.before, *order.between, *order.after}
     experts, other_experts, routers = _experts(modules)
     return Decoder(
         layers=layers,
-        n_layers=len(list(modules[layers].children())),
+        n_layers=n_layers,
         base=order.base,
         before=order.before,
         between=order.between,
         after=order.after,
         other=tuple(name for name, m in outside.items() if _owned(m) and name not in reached),
         embedding=embedding,
-        head=_head(model, modules),
+        head=model_head(model),
         ties=_ties(model),
         experts=experts,
         other_experts=other_experts,
@@ -117,7 +118,7 @@ def find_decoder(model: nn.Module) -> Decoder:
             if any(b is not None for b in m._buffers.values()) and next(m.parameters(), None) is None
         ),
         tuple_layers=order.tuples,
-        in_order=order.visits == tuple(range(len(order.visits))) and len(order.visits) == len(modules[layers]),
+        in_order=order.visits == tuple(range(len(order.visits))) and len(order.visits) == n_layers,
     )
 
 
@@ -161,9 +162,16 @@ def _embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str:
     return name
 
 
-def _head(model: nn.Module, modules: dict[str, nn.Module]) -> str | None:
+def model_head(model: nn.Module) -> str | None:
+    """The name of the projection to the vocabulary, or None for a model without one.
+
+    Example:
+        >>> model_head(llama)
+        'lm_head'
+    """
     get = getattr(model, "get_output_embeddings", None)
-    return _name_of(get(), modules) if get is not None and get() is not None else None
+    head = get() if get is not None else None
+    return None if head is None else _name_of(head, dict(model.named_modules()))
 
 
 def _layer_list(model: nn.Module, modules: dict[str, nn.Module], embedding: str) -> str:
@@ -183,14 +191,16 @@ def _layer_list(model: nn.Module, modules: dict[str, nn.Module], embedding: str)
         outermost = not any(name.startswith(found + ".") for found in lists)
         if isinstance(module, nn.ModuleList) and outermost and any(list(m.children()) for m in module):
             lists.append(name)
-    fitting = [name for name in lists if wanted is None or len(modules[name]) == wanted]  # type: ignore[arg-type]
+    lengths = {name: len(list(modules[name].children())) for name in lists}
+    # A config can count otherwise (two sublayers as two, or the layers of another part), so one list alone is the one.
+    fitting = [name for name in lists if wanted in (None, lengths[name]) or len(lists) == 1]
     if not fitting:
-        seen = ", ".join(f"{name} ({len(list(modules[name].children()))})" for name in lists) or "none"
+        seen = ", ".join(f"{name} ({length})" for name, length in lengths.items()) or "none"
         raise PlanError(
             Violation(
-                f"{type(model).__name__} has no decoder layers: its lists of modules with submodules are {seen}",
-                "an nn.ModuleList of decoder layers, "
-                + ("of any length" if wanted is None else f"as long as config.num_hidden_layers = {wanted}"),
+                f"{type(model).__name__} has no decoder layers: its lists of modules with submodules are: {seen}",
+                "must have an nn.ModuleList of decoder layers"
+                + ("" if wanted is None else f", config.num_hidden_layers = {wanted} of them"),
                 "give a Hugging Face causal language model, e.g. AutoModelForCausalLM.from_config(config)",
             )
         )
