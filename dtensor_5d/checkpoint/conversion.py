@@ -53,7 +53,8 @@ def convert(template: PreTrainedModel, tensors: Mapping[str, FileTensor]) -> Con
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     known = template.state_dict()
     prefix = template.base_model_prefix
-    out, pieces = Converted(), {}
+    out = Converted()
+    pieces: dict[str, _Pieces] = {}
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:  # a rule for older checkpoints took a key that was right already

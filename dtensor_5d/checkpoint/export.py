@@ -6,18 +6,17 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dtensor_5d.checkpoint.agree import agree, everyones, my_rank
-from dtensor_5d.checkpoint.folder import INDEX_NAME, SINGLE_NAME
+from dtensor_5d.checkpoint.folder import INDEX_NAME
 from dtensor_5d.checkpoint.initial import strangers
 from dtensor_5d.checkpoint.layout import Layout, create_files, lay_out, write_tensor
 from dtensor_5d.checkpoint.template import Template, named_tensors, reshard, template_of, unit_of
@@ -30,7 +29,7 @@ __all__ = ["save_pretrained"]
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.model",
-    "chat_template*", "additional_chat_templates", "*.py",
+    "chat_template*", "additional_chat_templates", "generation_config.json", "*.py",
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,11 +49,11 @@ def save_pretrained(
 
     Example: `save_pretrained(model, "out", config=config, source="Qwen3-0.6B", dtype="bf16")`.
 
-    The weights go out unit by unit (a decoder layer, or a module outside the layers), in the format of the hub (per-expert
-    keys where the family has them, tied tensors once), in files of at most `max_shard_bytes`. A unit is whole on the
-    one rank that writes it, and parameter by parameter on the others; no rank ever holds the model. `dtype` (None: as
-    the parameters are) converts on the way; what the family keeps in fp32 stays so. Tokenizer files and the generation
-    config are copied from `source`. All ranks call it, and all must see the same file system.
+    The weights go out unit by unit (a decoder layer, or a module outside the layers), in the format of the hub
+    (per-expert keys where the family has them, tied tensors once), in files of at most `max_shard_bytes`. A unit is
+    whole on the one rank that writes it; the others hold one parameter of it at a time, and no rank the model. `dtype`
+    (None: as the parameters are) converts on the way; what the family keeps in fp32 stays so. Tokenizer files and the
+    generation config are copied from `source`. All ranks call it, and all must see the same file system.
 
     The folder appears when it is complete; one that exists keeps its other files, and its old weights until the new
     ones are all written. A failed save leaves it as it was.
@@ -66,6 +65,7 @@ def save_pretrained(
     reshard(model)
     agree([*strangers(template, model), *_argument_violations(folder, source, dtype, max_shard_bytes)])
     plan = _plan(template, model, dtype, max_shard_bytes)
+    agree(_room_violations(folder, plan.layout.total_bytes))
 
     # Next to the folder while there is none, so that one rename makes it appear; inside where one exists already.
     staging = folder / ".saving" if folder.exists() else folder.parent / f".{folder.name}.saving"
@@ -98,7 +98,7 @@ def _plan(template: Template, model: nn.Module, dtype: torch.dtype | str | None,
     agree(Violation(f"{n} is on none of {len(codes)} ranks", "each is needed on 1", "save all stages") for n in nowhere)
     held_dtype = {n: _DTYPES[max(held) - 1] for n, held in zip(names, zip(*codes))}
     asked = _as_dtype(dtype)
-    final = {n: _final_dtype(template, n, held_dtype[n], asked) for n in names}
+    final = _final_dtypes(template, held_dtype, asked)
 
     units: dict[str, list[str]] = {}
     for name in names:
@@ -181,16 +181,15 @@ def _write_rest(
             sizes[dtype] = sizes.get(dtype, 0) + template.tensors[name].numel()
     described.dtype = str(max(sizes, key=lambda d: sizes[d])).removeprefix("torch.")
     described.save_pretrained(staging)
-    for pattern in _TOKENIZER_FILES if source is not None else ():
-        for path in sorted(source.glob(pattern)):
+    if source is not None:
+        for path in sorted({p for pattern in _TOKENIZER_FILES for p in source.glob(pattern)}):
             if path.is_dir():
                 shutil.copytree(path, staging / path.name)
-            elif not path.name.endswith((".safetensors", ".bin")):
+            else:
                 shutil.copyfile(path, staging / path.name)
-    if source is not None and (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", staging / "generation_config.json")
-    elif template.model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(staging)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and not (staging / "generation_config.json").exists():
+        generation.save_pretrained(staging)
 
 
 def _begin(staging: Path, layout: Layout) -> None:
@@ -232,9 +231,8 @@ def _commit(staging: Path, folder: Path, layout: Layout) -> None:
     staging.rmdir()
 
 
-def _together(work: object, staging: Path, *, first_rank_only: bool = False) -> None:
+def _together(work: Callable[[], None], staging: Path, *, first_rank_only: bool = False) -> None:
     """Does `work` (on rank 0 only, if so), then raises on every rank what any rank met, the staged files removed."""
-    assert callable(work)
     failed = []
     if not first_rank_only or my_rank() == 0:
         try:
@@ -260,12 +258,13 @@ def _argument_violations(
     folder: Path, source: Path | None, dtype: torch.dtype | str | None, max_shard_bytes: float
 ) -> list[Violation]:
     found = []
+    text = None if source is None else str(source)
     if folder.exists() and not folder.is_dir():
         found.append(Violation(f"{folder} is a file", "a folder is required", "give another path"))
     if source is not None and not source.is_dir():
-        found.append(Violation(f"source={str(source)!r} is no folder", "the folder with the tokenizer", "check the path"))
+        found.append(Violation(f"source={text!r} is no folder", "the folder with the tokenizer", "check the path"))
     if dtype is not None and (_as_dtype(dtype) is None):
-        found.append(Violation(f"dtype={dtype!r}", "a floating dtype is required", "use 'bf16', 'fp16', 'fp32' or None"))
+        found.append(Violation(f"dtype={dtype!r}", "a floating dtype is required", "use bf16, fp16, fp32 or None"))
     if max_shard_bytes <= 0:
         found.append(Violation(f"max_shard_bytes={max_shard_bytes}", "at least 1 is required", "leave it at 5e9"))
     return found
@@ -277,13 +276,35 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) and dtype in _DTYPES and dtype.is_floating_point else None
 
 
-def _final_dtype(template: Template, name: str, held: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """As held, or as asked if it is a parameter that the family does not keep in fp32."""
-    if asked is None or not isinstance(template.tensors[name], nn.Parameter):
-        return held
+def _final_dtypes(
+    template: Template, held: Mapping[str, torch.dtype], asked: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """As held, or as asked for the parameters that the family does not keep in fp32."""
     from transformers.core_model_loading import build_glob_alternation
 
+    if asked is None:
+        return dict(held)
     kept = template.model._get_dtype_plan(asked)
-    if kept and (found := build_glob_alternation(list(kept))[0].search(name)):
-        return kept[build_glob_alternation(list(kept))[1][found.lastgroup]]
-    return asked
+    pattern, by_group, _ = build_glob_alternation(list(kept))
+    final = {}
+    for name, dtype in held.items():
+        found = pattern.search(name) if kept else None
+        if found is not None:
+            final[name] = kept[by_group[str(found.lastgroup)]]
+        else:
+            final[name] = asked if isinstance(template.tensors[name], nn.Parameter) else dtype
+    return final
+
+
+def _room_violations(folder: Path, needed: int) -> list[Violation]:
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if free >= needed:
+        return []
+    return [
+        Violation(
+            f"{needed:,} bytes to write to {folder}",
+            f"{free:,} bytes are free there",
+            "make room, give another path, or save in a narrower dtype",
+        )
+    ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dtensor_5d.checkpoint.agree import agree
 from dtensor_5d.checkpoint.template import (
@@ -45,22 +46,22 @@ class _Visit:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int, *, device: torch.device | str = "cpu") -> None:
+def init_weights(model: nn.Module, seed: int, *, device: torch.device | str | None = None) -> None:
     """Initialises every parameter and buffer as the family does, with the same numbers on any layout.
 
     Example: `init_weights(model, seed=0)` on 1 rank and on dp_shard 4 gives bit for bit the same whole model.
 
     The rules are those of the model's Hugging Face class (`_init_weights`: the config's initializer_range, scaled
     projections, zero-centred norms), the numbers are drawn in fp32 on CPU and rounded to the parameter's dtype.
-    Parameters on meta get memory on `device`; those that have some are overwritten in place. Whole is held, at any
-    time, one unit. torch's generators are left as they were. All ranks call it.
+    Parameters on meta get memory on `device` (None: where their mesh is, else CPU), others are overwritten
+    in place. At any time one unit is held whole. torch's generators are left as they were. All ranks call it.
 
     Errors: `PlanError` naming the tensors for which the family has no rule.
     """
     template = template_of(model)
     agree(strangers(template, model))
     reshard(model)
-    materialise(model, device)
+    materialise(model, _home(model) if device is None else device)
     wanted = named_tensors(model)
     unset = []
     for unit, visits in _units(template.model).items():
@@ -91,6 +92,12 @@ def rebuild_buffers(model: nn.Module, template: Template) -> list[Violation]:
             fill(wanted[name], template.tensors[name])
     _drop(template, names)
     return _no_rule(unset)
+
+
+def _home(model: nn.Module) -> torch.device:
+    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    kind = next((mesh.device_type for mesh in meshes), "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _initialise(template: Template, visits: list[_Visit], names: list[str], seed: int) -> None:

@@ -62,7 +62,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, device: torch.devic
             local_part(tensor).copy_(sources[template.first_name[name]].read(local_slices(tensor)))
         # Also what a memory-mapped read raises; the other ranks must hear of it, whatever it is.
         except Exception as error:
-            failed.append(Violation(f"{name} could not be read from {folder} ({error})", "it must be", "fetch it again"))
+            told = f"{name} could not be read from {folder} ({error})"
+            failed.append(Violation(told, "every tensor must be readable", "fetch the folder again"))
     failed += rebuild_buffers(model, template)
     agree(failed)
     # What transformers notes after loading: by which rules the keys are turned back when the model is saved.

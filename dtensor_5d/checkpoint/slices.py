@@ -6,6 +6,7 @@ M, N: sizes of a dim.  A run is a `slice(start, stop)`; a dim cut by `_StridedSh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -42,7 +43,7 @@ def placed_slices(
     mesh axis: the order in which `distribute_tensor` cuts. (`compute_local_shape_and_global_offset` walks the same
     way, but keeps only the first index, which is not enough for `_StridedShard`.)
     """
-    index = {}
+    index: dict[int, torch.Tensor] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
@@ -94,4 +95,4 @@ def _runs(index: torch.Tensor) -> tuple[slice, ...]:
         return ()
     breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
     bounds = [0, *breaks, index.numel()]
-    return tuple(slice(int(index[a]), int(index[b - 1]) + 1) for a, b in zip(bounds, bounds[1:]))
+    return tuple(slice(int(index[a]), int(index[b - 1]) + 1) for a, b in pairwise(bounds))

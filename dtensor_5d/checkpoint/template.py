@@ -62,7 +62,7 @@ class Template:
 
 
 def template_of(model: nn.Module) -> Template:
-    """The template for a model that may be sharded, cut or on meta. Errors: `PlanError` if it is no Hugging Face one."""
+    """The template for a model that may be sharded, cut or on meta. Errors: `PlanError` if it is not Hugging Face's."""
     from transformers import PreTrainedModel
 
     cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
@@ -74,9 +74,10 @@ def template_of(model: nn.Module) -> Template:
                 "give the Hugging Face model itself, not a wrapper around it",
             )
         )
+    build: Any = cls
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        return Template(cls._from_config(config, dtype=torch.float32, attn_implementation="eager"))
+        return Template(build._from_config(config, dtype=torch.float32, attn_implementation="eager"))
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,7 +99,7 @@ def unit_of(name: str) -> str:
 
 
 def reshard(model: nn.Module) -> None:
-    """Puts FSDP's stored shards back in place of gathered parameters, so that names lead to what the optimizer holds."""
+    """Puts FSDP's stored shards back in place of gathered parameters: names then lead to what the optimizer holds."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
