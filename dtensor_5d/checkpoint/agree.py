@@ -1,0 +1,47 @@
+"""Ranks find out together what is wrong, so that all raise the same error and none waits for one that gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from dtensor_5d.errors import PlanError, Violation
+
+__all__ = ["agree", "everyones", "my_rank"]
+
+
+def my_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def everyones(value: Any) -> list[Any]:
+    """The small `value` of every rank, by rank. Collective over all ranks; no collective without a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(found: Iterable[Violation]) -> None:
+    """Raises the violations that any rank found, on every rank alike. Collective over all ranks.
+
+    A violation that only some ranks see (a folder missing on one node, a full disk) is told with its first rank.
+
+    Errors: `PlanError` with all of them.
+    """
+    by_rank = everyones(tuple(found))
+    finders: dict[Violation, list[int]] = {}
+    for rank, violations in enumerate(by_rank):
+        for violation in dict.fromkeys(violations):
+            finders.setdefault(violation, []).append(rank)
+    if not finders:
+        return
+    told = []
+    for v, ranks in finders.items():
+        where = "" if len(ranks) == len(by_rank) else f"on {len(ranks)} of {len(by_rank)} ranks (first: {ranks[0]}), "
+        told.append(Violation(where + v.asked, v.required, v.change))
+    raise PlanError(told)

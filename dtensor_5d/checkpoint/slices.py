@@ -1,0 +1,98 @@
+"""Which part of a whole tensor this rank stores: per dim, the runs of indices, for any placements on any mesh.
+
+M, N: sizes of a dim.  A run is a `slice(start, stop)`; a dim cut by `_StridedShard` has several, an empty shard none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+__all__ = ["Runs", "cut", "cut_with", "local_part", "local_slices", "placed_slices", "shape_of", "whole_slices"]
+
+Runs = tuple[tuple[slice, ...], ...]
+"""One tuple of increasing, disjoint slices per dim."""
+
+
+def local_slices(tensor: torch.Tensor) -> Runs:
+    """The runs of the whole tensor that this rank's local shard holds, dim by dim; everything for a plain tensor.
+
+    Example: a [6, 4] DTensor with `Shard(0)` on 4 ranks: `((slice(2, 4),), (slice(0, 4),))` on rank 1 and
+    `((), (slice(0, 4),))` on rank 3, whose shard is empty.
+
+    Errors: `ValueError` for a `Partial` placement: such a shard is no part of the whole tensor but a summand of it.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole_slices(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is outside the mesh and stores nothing
+        return tuple(() for _ in tensor.shape)
+    return placed_slices(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements)
+
+
+def placed_slices(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Runs:
+    """`local_slices` without a live mesh: of the rank at `coordinate` in a mesh of `mesh_shape`.
+
+    torch's own split is applied to the indices 0..M-1 of a dim, placement by placement from the outer to the inner
+    mesh axis: the order in which `distribute_tensor` cuts. (`compute_local_shape_and_global_offset` walks the same
+    way, but keeps only the first index, which is not enough for `_StridedShard`.)
+    """
+    index: dict[int, torch.Tensor] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        dim = placement.dim % len(shape)
+        strided = isinstance(placement, _StridedShard)
+        along = _StridedShard(0, split_factor=placement.split_factor) if strided else Shard(0)
+        before = index[dim] if dim in index else torch.arange(shape[dim])
+        parts, _ = along._split_tensor(before, mesh_shape[axis], with_padding=False, contiguous=False)
+        index[dim] = parts[coordinate[axis]]
+    return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
+
+
+def whole_slices(shape: Sequence[int]) -> Runs:
+    """The runs of everything."""
+    return tuple((slice(0, size),) if size else () for size in shape)
+
+
+def shape_of(runs: Runs) -> tuple[int, ...]:
+    """The shape that the runs cut out."""
+    return tuple(sum(r.stop - r.start for r in dim) for dim in runs)
+
+
+def cut(whole: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """The part of `whole` that `runs` name: a view where each dim has one run."""
+    return cut_with(lambda index: whole[index], runs, whole.dtype)
+
+
+def cut_with(read: Callable[[tuple[slice, ...]], torch.Tensor], runs: Runs, dtype: torch.dtype) -> torch.Tensor:
+    """The part that `runs` name, from a reader of one block; nothing is read for an empty part."""
+    if any(not dim for dim in runs):
+        return torch.empty(shape_of(runs), dtype=dtype)
+    for d, dim in enumerate(runs):
+        if len(dim) > 1:
+            blocks = [cut_with(read, (*runs[:d], (run,), *runs[d + 1 :]), dtype) for run in dim]
+            return torch.cat(blocks, dim=d)
+    return read(tuple(run for (run,) in runs))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of `tensor`, sharing its memory, outside of autograd."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _runs(index: torch.Tensor) -> tuple[slice, ...]:
+    if not index.numel():
+        return ()
+    breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
+    bounds = [0, *breaks, index.numel()]
+    return tuple(slice(int(index[a]), int(index[b - 1]) + 1) for a, b in pairwise(bounds))
