@@ -18,7 +18,7 @@ __all__ = ["Agreement"]
 class Agreement:
     """Exchanges whole numbers and errors over one process group; free of any collective when it has one rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
         self._group = group
         self._size = size
         self._device = _control_device(group, device) if size > 1 else torch.device("cpu")
@@ -56,7 +56,7 @@ class Agreement:
         raise PlanError(f"{len(failed)} of {self._size} ranks cannot go on. {said}")
 
 
-def _control_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """The CPU where the group can talk there: a question to the accelerator would stop it until it is answered."""
     if device.type == "cpu":
         return device

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
@@ -38,7 +37,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     model: a Hugging Face causal language model, on meta (weights come later) or in memory (the same on all ranks).
     Errors: `PlanError` on every rank, before the model is changed, listing all that is wrong.
     """
-    agreement = Agreement(mesh["world"].get_group() if mesh.world_size > 1 else None, mesh.world_size, _device(mesh))
+    agreement = Agreement(mesh["world"].get_group(), mesh.world_size, mesh.device)
     decoder: Decoder | None = None
     error: Exception | None = None
     try:
@@ -53,7 +52,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         same_weights(model, agreement)
 
     options = plan.options.settled(plan.degrees.pp)
-    streams = RandomStreams(model, mesh.data_rank, _device(mesh))
+    streams = RandomStreams(model, mesh.data_rank, mesh.device)
     apply_stored_dtype(model, options.precision)
     if plan.rules.get("dp"):
         shard(
@@ -67,7 +66,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             layers=decoder.layers,
         )
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
-        model.to(_device(mesh))
+        model.to(mesh.device)
     parts = Parts(
         decoder=decoder,
         batch_rules=_batch_rules(model, decoder),
@@ -105,7 +104,7 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
     try:
         decoder = find_decoder(model)
     except PlanError as error:
-        raise PlanError([*bad, *(error.violations or [Violation("this model", str(error), "give a causal LM")])]) from None
+        raise PlanError([*bad, *error.violations]) from None
     if bad:
         raise PlanError(bad)
     return decoder
@@ -131,7 +130,3 @@ def _batch_rules(model: nn.Module, decoder: Decoder) -> BatchRules:
     return BatchRules(
         vocab=int(vocab), positions=min(tables, default=None), packs=facts_for(kind).packs_by_position, family=kind
     )
-
-
-def _device(mesh: Mesh) -> torch.device:
-    return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)

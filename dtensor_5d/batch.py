@@ -140,8 +140,8 @@ def _value_violations(given: Mapping[str, torch.Tensor], rules: BatchRules) -> l
     if mask is not None:
         low, high = _range(mask.long())
         if low < 0 or high > 1:
-            bad.append(Violation(f"attention_mask with the value {low if low < 0 else high}", "must be 0 (padding) or 1",
-                                 "mark documents with document_ids"))  # fmt: skip
+            asked = f"attention_mask with the value {low if low < 0 else high}"
+            bad.append(Violation(asked, "must be 0 (padding) or 1", "mark documents with document_ids"))
     positions = given.get("position_ids")
     length = ids.shape[1]
     if positions is not None:
@@ -155,17 +155,17 @@ def _value_violations(given: Mapping[str, torch.Tensor], rules: BatchRules) -> l
     documents = _documents(given) if not bad else None
     if documents is not None:
         if positions is not None and bool((positions != documents).any()):
-            bad.append(Violation("position_ids that differ from document_ids", "positions must restart at each document",
-                                 "give only one of the two"))  # fmt: skip
+            asked = "position_ids that differ from document_ids"
+            bad.append(Violation(asked, "positions must restart at each document", "give only one of the two"))
         padded = mask is not None and not bool(mask.all())
         if padded:
             bad.append(Violation("packed documents beside an attention_mask with zeros",
                                  "a row is either packed or padded",
                                  "drop the mask and give padding labels -100 and a document of its own"))  # fmt: skip
         if not rules.packs:
-            bad.append(Violation("packed documents (restarting position_ids or document_ids)",
-                                 f"{rules.family} does not separate documents by position, so they would see each other",
-                                 "put one document into a row"))  # fmt: skip
+            asked = "packed documents (restarting position_ids or document_ids)"
+            needs = f"{rules.family} does not separate documents by position, so they would see each other"
+            bad.append(Violation(asked, needs, "put one document into a row"))
     return bad
 
 

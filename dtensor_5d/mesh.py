@@ -64,6 +64,13 @@ class Mesh:
         return self._meshes[key]
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
+
+    @property
     def world_size(self) -> int:
         return self.degrees.world_size
 

@@ -60,7 +60,7 @@ class Options:
             if name in known:
                 continue
             near = difflib.get_close_matches(name, known, n=1)
-            change = f"did you mean {near[0]!r}?" if near else _NAMED_REFUSALS.get(name, "remove it")
+            change = _NAMED_REFUSALS.get(name) or (f"did you mean {near[0]!r}?" if near else "remove it")
             bad.append(Violation(f"option {name!r}", f"options are {', '.join(sorted(known))}", change))
         good = {n: v for n, v in options.items() if n in known}
         try:

@@ -1,4 +1,4 @@
-"""Random streams of dropout: distinct where the data is cut, the same on every run with the same seed (contract C11)."""
+"""Random streams of dropout: distinct where the data is cut, equal in every run with the same seed (contract C11)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ class Run:
         self._require_weights("step")
         window, most, tokens = self._agreed(batch, need_labels=True)
         if tokens == 0:
-            warnings.warn("no supervised token in this window (all labels are -100): loss and gradients are 0", stacklevel=2)
+            what = (
+                "no supervised token in this window (every label that is predicted is -100): loss and gradients are 0"
+            )
+            warnings.warn(what, stacklevel=2)
         device = self._device
         window += [MicroBatch.missing(device)] * (most - len(window))
         self.model.train()
@@ -164,7 +167,7 @@ class Run:
 
     def init_weights(self, seed: int) -> None:
         """Fresh weights as the family initialises them: the same seed gives the same weights on any layout."""
-        pretrained.init_weights(self.model, seed)
+        pretrained.init_weights(self.model, seed, device=self._device)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Weights from a Hugging Face folder; every rank reads only its slices."""
@@ -174,9 +177,7 @@ class Run:
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """An ordinary Hugging Face folder that `from_pretrained` loads bit-equal (dtype None: as stored)."""
         self._require_weights("save_pretrained")
-        pretrained.save_pretrained(
-            self.model, folder, config=getattr(self.model, "config", None), source=self._source, dtype=dtype
-        )
+        pretrained.save_pretrained(self.model, folder, config=self.model.config, source=self._source, dtype=dtype)
 
     # --- inside
 
@@ -186,7 +187,7 @@ class Run:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device(self.mesh.device_type, torch.cuda.current_device() if self.mesh.device_type == "cuda" else None)
+        return self.mesh.device
 
     def _agreed(
         self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None

@@ -16,9 +16,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """
     names = list(axes)
     open_pairs = {
-        (a, i, b, j)
-        for a, b in combinations(names, 2)
-        for i, j in product(range(len(axes[a])), range(len(axes[b])))
+        (a, i, b, j) for a, b in combinations(names, 2) for i, j in product(range(len(axes[a])), range(len(axes[b])))
     }
     rows = []
     while open_pairs:

@@ -10,8 +10,8 @@ from tests.pairwise import pairwise
 from tests.parity import Case, check_parity, one_without_tokens, padded, ragged, uneven
 
 FAMILIES = [
-    "llama", "qwen2", "qwen3", "mistral_sw", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "gpt_neox", "opt", "smollm3",
-    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
+    "llama", "qwen2", "qwen3", "mistral_sw", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "gpt_neox", "opt",
+    "smollm3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 OPTIONS = {
     "degrees": [Degrees(dp_shard=4), Degrees(dp_replicate=2, dp_shard=2), Degrees(dp_shard=2)],
@@ -51,7 +51,9 @@ def test_gradients_equal_those_of_one_process(row, family):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("degrees", OPTIONS["degrees"][:2], ids=str)
 def test_exact_in_fp64(family, degrees):
-    check_parity(Case(family, degrees, {"microbatches": 2}, {"num_hidden_layers": 2}, torch.float64, one_without_tokens))
+    check_parity(
+        Case(family, degrees, {"microbatches": 2}, {"num_hidden_layers": 2}, torch.float64, one_without_tokens)
+    )
 
 
 def test_plain_replication():

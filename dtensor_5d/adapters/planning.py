@@ -70,7 +70,9 @@ def data_rules(model: nn.Module, decoder: Decoder, options: Options) -> dict[str
             continue  # all of this side stays with the tied weight in the root
         style = "unit" if len(names) == 1 else f"unit:{side}"
         rules |= {name: style for name in names}
-    narrow = options.precision == "bf16" or any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
+    narrow = options.precision == "bf16" or any(
+        p.dtype not in (torch.float32, torch.float64) for p in model.parameters()
+    )
     if narrow and decoder.fp32_modules:
         rules |= {_over_layers(name, decoder): "unit" for name in decoder.fp32_modules}
     return rules
@@ -80,7 +82,7 @@ def _over_layers(name: str, decoder: Decoder) -> str:
     head = decoder.layers + "."
     if not name.startswith(head):
         return name
-    index, _, rest = name[len(head) :].partition(".")
+    rest = name[len(head) :].partition(".")[2]
     return f"{head}*.{rest}" if rest else f"{head}*"
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def shard(
         if layers and all(name.startswith(layers + ".") and name.count(".") == layers.count(".") + 1 for name in names):
             prefetchable.append(first)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=plain, shard_placement_fn=_placement(size))
-    for here, following in zip(prefetchable, prefetchable[1:]):
+    for here, following in pairwise(prefetchable):
         here.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):

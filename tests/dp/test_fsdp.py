@@ -118,7 +118,12 @@ def test_parameter_bytes_of_a_70b_llama_equal_the_closed_form(shard):
 
 def test_units_are_found_by_rule_inner_first():
     model = tiny_model("qwen3_moe", num_hidden_layers=2)
-    rules = {"model.layers.*": "unit", "model.layers.*.mlp.experts": "unit", "model.norm": "unit:head", "lm_head": "unit:head"}
+    rules = {
+        "model.layers.*": "unit",
+        "model.layers.*.mlp.experts": "unit",
+        "model.norm": "unit:head",
+        "lm_head": "unit:head",
+    }
     names = [unit for unit, _ in units_of(model, rules)]
     assert names == [
         ["model.layers.0.mlp.experts"], ["model.layers.1.mlp.experts"], ["model.layers.0"], ["model.layers.1"],
@@ -148,13 +153,17 @@ def _rules_errors(rank):
 
 def test_wrong_rules_of_the_data_axis_are_refused():
     for said in run_ranks(2, _rules_errors):
-        for text, part in zip(said, ("must be unit, unit:NAME", "must match at least 1 module", "divide the 2 ranks", "tied")):
+        for text, part in zip(
+            said, ("must be unit, unit:NAME", "must match at least 1 module", "divide the 2 ranks", "tied")
+        ):
             assert part in text
 
 
 @pytest.mark.parametrize("style", ["unit/2", "unit/4"])
 def test_resharding_to_a_subgroup_is_exact(style):
-    check_parity(Case("llama", Degrees(dp_shard=4), {"rules": {"dp": {"model.layers.*": style}}}, {"num_hidden_layers": 2}))
+    check_parity(
+        Case("llama", Degrees(dp_shard=4), {"rules": {"dp": {"model.layers.*": style}}}, {"num_hidden_layers": 2})
+    )
 
 
 def _bf16(rank):
