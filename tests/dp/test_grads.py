@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 def _parameter(values, mesh=None, placements=None):
     p = nn.Parameter(values.clone() if mesh is None else distribute_tensor(values, mesh, placements))
     g = values * 2 + 1
-    p.grad = g.clone() if mesh is None else distribute_tensor(g, mesh, placements)
+    p.grad = g.clone() if mesh is None else distribute_tensor(g.clone(), mesh, placements)
     return p, g
 
 

@@ -1,0 +1,343 @@
+"""`Run`: what every method gives on several ranks, and that one rank's mistake is every rank's error."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+
+import pytest
+import torch
+
+from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
+from tests.families.tiny import VOCAB, tiny_config, tiny_model
+from tests.harness import fails_on_ranks, run_ranks
+from tests.parity import rows
+
+TINY = {"num_hidden_layers": 2}
+
+
+def _run(family="llama", degrees=None, model=None, **options):
+    made = tiny_model(family, **{**TINY, **(model or {})})
+    degrees = degrees or Degrees(dp_shard=2)
+    return parallelize(made, plan_for(made, degrees, **options), build_mesh(degrees, "cpu"))
+
+
+# --- looking at a model
+
+
+def _look(rank):
+    run = _run(zero=2)
+    alone = tiny_model("llama", **TINY).eval()
+    run.model.train()
+    run.model.model.norm.eval()  # a mixed mode must come back as it was
+    batch = rows(rank, 2 + rank, 5 + rank, VOCAB)
+    logits = run.logits(batch)
+    want = alone(batch["input_ids"], use_cache=False).logits
+    modes = (run.model.training, run.model.model.norm.training)
+    sharded = all(p.to_local(grad_placements=p.placements).numel() * 2 == p.numel() for p in run.parameters())
+    empty = run.logits({"input_ids": torch.zeros(0 if rank else 1, 4, dtype=torch.long)})
+    batches = [rows(10 + i, 2, 6 + i, VOCAB) for i in range(3 if rank else 1)]
+    loss, tokens = run.evaluate(iter(batches))
+    every = [rows(10 + i, 2, 6 + i, VOCAB) for n in (1, 3) for i in range(n)]
+    count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in every)
+    total = sum(alone(**b, use_cache=False, num_items_in_batch=count).loss.item() for b in every)
+    grads = all(p.grad is None for p in run.parameters())
+    return (logits - want).abs().max().item(), modes, sharded, tuple(empty.shape), (loss, tokens), (total, count), grads
+
+
+def test_logits_and_evaluate_are_those_of_one_process_and_leave_no_trace():
+    for rank, (error, modes, sharded, empty, got, want, grads) in enumerate(run_ranks(2, _look)):
+        assert error < 1e-5
+        assert modes == (True, False)
+        assert sharded, "parameters stayed gathered after looking"
+        assert empty == (1 - rank, 4, VOCAB)
+        assert got[1] == want[1] and math.isclose(got[0], want[0], rel_tol=1e-6)
+        assert grads, "evaluation left gradients"
+
+
+def _evaluate_with(rank, microbatches):
+    return _run(microbatches=microbatches).evaluate([rows(rank, 4, 8, VOCAB)])
+
+
+def test_evaluation_does_not_depend_on_micro_batches():
+    """Field fault L21."""
+    one, four = (run_ranks(2, _evaluate_with, m) for m in (1, 4))
+    assert one[0][1] == four[0][1] and math.isclose(one[0][0], four[0][0], rel_tol=1e-6)
+    assert one[0] == one[1]
+
+
+def _nothing_to_evaluate(rank):
+    run = _run()
+    return run.evaluate([]), run.evaluate([rows(0, 1, 4, VOCAB, supervised=0.0)])
+
+
+def test_evaluating_nothing_is_defined():
+    assert run_ranks(2, _nothing_to_evaluate) == [((0.0, 0), (0.0, 0))] * 2
+
+
+# --- steps
+
+
+def _accumulate(rank):
+    run = _run()
+    a, b = rows(rank, 2, 8, VOCAB), rows(rank + 7, 2, 8, VOCAB)
+    run.step(a)
+    first = run.full_gradients()
+    run.step(b)
+    both = run.full_gradients()
+    for p in run.parameters():
+        p.grad = None
+    zero = run.full_gradients()
+    run.step(b)
+    second = run.full_gradients()
+    worst = max((both[n] - first[n] - second[n]).abs().max().item() for n in both)
+    return worst, all((z == 0).all().item() for z in zero.values()), set(zero) == set(run.full_parameters())
+
+
+def test_step_adds_to_gradients_and_never_zeroes_them():
+    for worst, zero, names in run_ranks(2, _accumulate):
+        assert worst < 1e-6 and zero and names
+
+
+def _custom(rank):
+    run = _run(microbatches=3)
+    batch = rows(rank, 2, 8, VOCAB)  # two rows in three parts: one is empty
+    seen = []
+
+    def twice(logits, labels):
+        seen.append((tuple(logits.shape), tuple(labels.shape)))
+        return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    plain = run.step(batch).item()
+    grads = run.full_gradients()
+    for p in run.parameters():
+        p.grad = None
+    loss = run.step(batch, loss=twice).item()
+    worst = max((g - 2 * grads[n]).abs().max().item() for n, g in run.full_gradients().items())
+    return plain, loss, worst, seen
+
+
+def test_a_custom_loss_replaces_cross_entropy():
+    results = run_ranks(2, _custom)
+    for plain, loss, worst, seen in results:
+        assert math.isclose(loss, 2 * plain, rel_tol=1e-6) and worst < 1e-6
+        assert seen == [((1, 8, VOCAB), (1, 8))] * 2
+    assert results[0][:2] == results[1][:2], "ranks disagree on the loss"
+
+
+def _nothing_supervised(rank):
+    run = _run()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss = run.step(rows(rank, 2, 8, VOCAB, supervised=0.0))
+    zero = all((g == 0).all().item() for g in run.full_gradients().values())
+    return (
+        loss.item(),
+        zero,
+        run.clip_grad_norm_(1.0).item(),
+        any("no supervised token" in str(w.message) for w in said),
+    )
+
+
+def test_no_supervised_token_anywhere_gives_zeros_and_a_warning():
+    """Field faults L14, L16: 0 and never NaN."""
+    assert run_ranks(2, _nothing_supervised) == [(0.0, True, 0.0, True)] * 2
+
+
+def _dropout(rank, seed):
+    torch.manual_seed(seed)
+    run = _run("gpt2", model=dict(resid_pdrop=0.3, embd_pdrop=0.3))
+    same = rows(0, 2, 8, VOCAB)
+    state = torch.get_rng_state()
+    masks = []
+    run.model.transformer.drop.register_forward_hook(lambda m, a, out: masks.append((out == 0).clone()))
+    run.step(same)
+    run.step(same)
+    return masks, torch.equal(state, torch.get_rng_state())
+
+
+def test_dropout_differs_between_data_ranks_and_windows_and_repeats_with_the_seed():
+    first = run_ranks(2, _dropout, 1)
+    again = run_ranks(2, _dropout, 1)
+    other = run_ranks(2, _dropout, 2)
+    for (masks, untouched), (repeated, _), (others, _) in zip(first, again, other):
+        assert untouched
+        assert all(torch.equal(a, b) for a, b in zip(masks, repeated))
+        assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], others[0])
+    assert not torch.equal(first[0][0][0], first[1][0][0])
+
+
+def _clip(rank):
+    run = _run(degrees=Degrees(dp_replicate=2, dp_shard=2))
+    run.step(rows(rank, 2, 8, VOCAB))
+    before = run.grad_norm().item()
+    returned = run.clip_grad_norm_(before / 4).item()
+    full = torch.cat([g.flatten() for g in run.full_gradients().values()]).norm().item()
+    try:
+        run.clip_grad_norm_(0.0)
+        said = ""
+    except PlanError as error:
+        said = str(error)
+    return before, returned, run.grad_norm().item(), full, said
+
+
+def test_clipping_scales_to_the_norm_and_returns_the_old_one():
+    results = run_ranks(4, _clip)
+    assert len(set(results)) == 1
+    before, returned, after, full, said = results[0]
+    assert (
+        before == returned and math.isclose(after, before / 4, rel_tol=1e-4) and math.isclose(full, after, rel_tol=1e-5)
+    )
+    assert "max_norm=0.0" in said
+
+
+# --- mistakes
+
+
+def _wrong_on_one_rank(rank, method):
+    run = _run()
+    good, bad = rows(rank, 2, 8, VOCAB), {"input_ids": torch.full((2, 8), VOCAB), "labels": torch.zeros(2, 8).long()}
+    batch = bad if rank == 1 else good
+    if method == "evaluate":
+        run.evaluate([good, batch])
+    else:
+        getattr(run, method)(batch)
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate", "logits"])
+def test_one_rank_with_a_bad_batch_is_an_error_on_all(method):
+    errors = fails_on_ranks(2, _wrong_on_one_rank, method, error=PlanError, match=rf"id {VOCAB}.*\[0, {VOCAB}\)")
+    assert "rank 1" in str(errors[0])
+
+
+def _goes_on_after_an_error(rank):
+    run = _run()
+    for _ in range(2):
+        with contextlib.suppress(PlanError):
+            run.step({"input_ids": torch.zeros(2, 8)} if rank else rows(rank, 2, 8, VOCAB))
+    return run.step(rows(rank, 2, 8, VOCAB)).item()
+
+
+def test_a_refused_batch_loses_nothing():
+    a, b = run_ranks(2, _goes_on_after_an_error)
+    assert a == b and math.isfinite(a)
+
+
+def _loss_raises(rank):
+    run = _run()
+
+    def broken(logits, labels):
+        raise RuntimeError("no such loss")
+
+    said = ""
+    try:
+        run.step(rows(rank, 2, 8, VOCAB), loss=broken)
+    except RuntimeError as error:
+        said = str(error)
+    for p in run.parameters():
+        p.grad = None
+    return said, run.step(rows(rank, 2, 8, VOCAB)).item(), _run().step(rows(rank, 2, 8, VOCAB)).item()
+
+
+def test_after_an_exception_in_a_window_the_next_one_is_right():
+    for said, after, fresh in run_ranks(2, _loss_raises):
+        assert said == "no such loss" and after == fresh
+
+
+def _on_meta(rank, method):
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", **TINY))
+    run = parallelize(model, plan_for(model, Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+    getattr(run, method)(rows(rank, 2, 8, VOCAB))
+
+
+@pytest.mark.parametrize("method", ["step", "logits", "evaluate", "save_pretrained"])
+def test_a_model_without_weights_says_what_to_call(method):
+    fails_on_ranks(2, _on_meta, method, error=PlanError, match=r"load_pretrained\(folder\) or run.init_weights")
+
+
+def _other_weights(rank):
+    model = tiny_model("llama", seed=rank, **TINY)
+    parallelize(model, plan_for(model, Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+
+
+def _other_plan(rank):
+    model = tiny_model("llama", **TINY)
+    parallelize(model, plan_for(model, Degrees(dp_replicate=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+
+
+def _other_model(rank):
+    plan = plan_for(tiny_config("qwen3", **TINY), Degrees(dp_shard=2))
+    parallelize(tiny_model("llama", **TINY), plan, build_mesh(Degrees(dp_shard=2), "cpu"))
+
+
+def _no_decoder(rank):
+    class Linear(torch.nn.Module):
+        config = tiny_config("llama")
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+    parallelize(Linear(), plan_for(tiny_config("llama"), Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+
+
+def _no_layers(rank):
+    degrees = Degrees(dp_shard=2)
+    plan = plan_for(tiny_config("llama"), degrees)
+    parallelize(tiny_model("llama", num_hidden_layers=0), plan, build_mesh(degrees, "cpu"))
+
+
+def _world_mismatch(rank):
+    build_mesh(Degrees(dp_shard=3), "cpu")
+
+
+def _wrong_on_one(rank):
+    degrees = Degrees(dp_shard=2)
+    model = tiny_model("llama", **TINY)
+    if rank == 1:
+        model.config.output_router_logits = True
+    parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (_other_weights, r"ranks \[1\] differ.*init_weights\(seed\)"),
+        (_other_plan, r"dp_replicate=2.*dp_shard=2"),
+        (_other_model, "'qwen3'.*'llama'"),
+        (_no_decoder, "no input embedding"),
+        (_no_layers, "decoder layer"),
+        (_world_mismatch, "multiply to 3.*world size 2"),
+        (_wrong_on_one, "auxiliary router loss"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(fn, words):
+    fails_on_ranks(2, fn, error=PlanError, match=words)
+
+
+def test_plan_for_lists_everything_that_is_wrong():
+    with pytest.raises(PlanError) as caught:
+        plan_for(tiny_config("llama"), Degrees(tp=2, pp=2), zero=7, schedule="zbv", offload=True)
+    for part in ("tp > 1", "pp > 1", "zero=7", "zbv", "CPU offload"):
+        assert part in str(caught.value)
+    with pytest.raises(PlanError, match="transformers config or model"):
+        plan_for({"a": 1}, Degrees())
+
+
+def test_one_rank_needs_no_launcher_and_is_not_wrapped():
+    assert run_ranks(1, _alone) == [False]
+
+
+def _alone(rank):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
+
+    dist.destroy_process_group()
+    run = _run(degrees=Degrees())
+    loss = run.step(rows(0, 2, 8, VOCAB))
+    assert loss.isfinite()
+    return any(isinstance(m, FSDPModule) for m in run.model.modules())
