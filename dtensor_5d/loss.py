@@ -34,24 +34,33 @@ def nothing(logits: torch.Tensor) -> torch.Tensor:
 
 
 class _TokenLossSum(torch.autograd.Function):
-    """Forward: log-softmax of T rows of V, the negated entry of each label, summed over supervised rows.
-    Backward: (softmax - one-hot) of supervised rows; rows that are not are *set* to 0 (torch's own cross entropy
-    multiplies by 0, which leaves NaN where the logits were NaN)."""
+    """Forward: log-sum-exp of each of T rows of V minus the logit of its label, summed over supervised rows; keeps the
+    softmax. Backward: (softmax - one-hot) of supervised rows, made in the kept buffer; rows that are not supervised
+    are *set* to 0 (torch's own cross entropy multiplies by 0, which leaves NaN where the logits were NaN).
+
+    One buffer of T x V beside the logits, where log-softmax and its backward need two or three; so one backward only.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        log_p = torch.log_softmax(logits, dim=-1, dtype=wide)
-        picked = log_p.gather(1, labels.clamp_min(0).unsqueeze(1)).squeeze(1)
-        ctx.save_for_backward(log_p, labels)
-        ctx.dtype = logits.dtype
-        return torch.where(labels == IGNORE, 0.0, -picked).sum()
+        ignored = labels == IGNORE
+        target = labels.masked_fill(ignored, 0).unsqueeze(1)
+        p = torch.softmax(logits, dim=-1, dtype=wide)
+        # The largest entry of a softmax is at least 1/V, so its logarithm is safe: log-sum-exp = top - log p(top).
+        top, p_top = logits.amax(dim=-1, keepdim=True), p.amax(dim=-1, keepdim=True)
+        nll = top.to(wide) - p_top.log() - logits.gather(1, target).to(wide)
+        ctx.softmax, ctx.dtype = p, logits.dtype
+        ctx.save_for_backward(target, ignored)
+        return nll.squeeze(1).masked_fill(ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        log_p, labels = ctx.saved_tensors
-        out = log_p.exp()
-        out.scatter_add_(1, labels.clamp_min(0).unsqueeze(1), out.new_tensor(-1.0).expand(labels.numel(), 1))
+        target, ignored = ctx.saved_tensors
+        out, ctx.softmax = ctx.softmax, None
+        if out is None:
+            raise RuntimeError("a second backward through the same loss: its buffer was used by the first one")
+        out.scatter_add_(1, target, out.new_tensor(-1.0).expand_as(target))
         out.mul_(grads[0])
-        out[labels == IGNORE] = 0.0
+        out.masked_fill_(ignored.unsqueeze(1), 0.0)
         return out.to(ctx.dtype), None

@@ -59,6 +59,7 @@ class Run:
         self._parts = parts
         self._source: str | Path | None = None
         self._windows = 0
+        self._has_weights = False
 
     # --- training
 
@@ -80,7 +81,8 @@ class Run:
             warnings.warn(what, stacklevel=2)
         device = self._device
         window += [MicroBatch.missing(device)] * (most - len(window))
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=device)
         try:
             for number, micro in enumerate(window):
@@ -254,7 +256,10 @@ class Run:
                 module.training = mode
 
     def _require_weights(self, what: str) -> None:
-        if any(p.is_meta for p in self.model.parameters()):
+        if self._has_weights:
+            return
+        self._has_weights = not any(p.is_meta for p in self.model.parameters())
+        if not self._has_weights:
             raise PlanError(
                 Violation(f"run.{what} of a model on meta", "weights must be there first",
                           "call run.load_pretrained(folder) or run.init_weights(seed)")

@@ -137,7 +137,9 @@ def test_the_loss_and_its_gradient_are_those_of_torch():
     labels = torch.randint(0, 50, (2, 6))
     labels[0, 3:] = -100
     ours = token_loss_sum(logits, labels)
-    (got,) = torch.autograd.grad(ours, logits)
+    (got,) = torch.autograd.grad(ours, logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        torch.autograd.grad(ours, logits)
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(ours, want, rtol=1e-14, atol=0)
     torch.testing.assert_close(got, torch.autograd.grad(want, logits)[0], rtol=1e-12, atol=1e-15)
