@@ -17,7 +17,8 @@ class Param:
 
     part: embedding, position, head, norm, attention, mlp, router, shared or expert.
     tp: the dim that the tensor axis cuts (for an expert: the expert-tensor axis), in pieces of `granule` rows.
-    multiplies: whether each token is multiplied by it (an embedding is looked up, a bias is added).
+    outputs: numbers that a token gets from the product with it; 0 where there is none (an embedding is looked up, a
+    bias is added). For an expert: from one expert.
     """
 
     name: str
@@ -25,11 +26,15 @@ class Param:
     part: str
     tp: int | None = None
     granule: int = 1
-    multiplies: bool = False
+    outputs: int = 0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def multiplies(self) -> bool:
+        return self.outputs > 0
 
     @property
     def is_expert(self) -> bool:
@@ -123,7 +128,7 @@ def linear(
     dim = {"column": 0, "row": 1}.get(cut or "")
     shape = (inputs, outputs) if transposed else (outputs, inputs)
     tp = dim if dim is None or not transposed else 1 - dim
-    made = [Param(f"{name}.weight", shape, part, tp, granule, multiplies=True)]
+    made = [Param(f"{name}.weight", shape, part, tp, granule, outputs)]
     if bias:
         made.append(Param(f"{name}.bias", (outputs,), part, 0 if cut == "column" else None, granule))
     return made

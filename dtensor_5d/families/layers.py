@@ -279,8 +279,8 @@ def _experts(fields: Fields, recipe: Recipe, moe: Moe, prefix: str) -> tuple[lis
         up, down = (experts, hidden, 2 * inner), (experts, inner, hidden)
     cut = (2, 1) if moe.transposed else (1, 2)
     own = name + moe.experts
-    made.append(Param(f"{own}.gate_up_proj", up, "expert", cut[0], multiplies=True))
-    made.append(Param(f"{own}.down_proj", down, "expert", cut[1], multiplies=True))
+    made.append(Param(f"{own}.gate_up_proj", up, "expert", cut[0], outputs=2 * inner))
+    made.append(Param(f"{own}.down_proj", down, "expert", cut[1], outputs=hidden))
     if moe.expert_bias:
         made.append(Param(f"{own}.gate_up_proj_bias", (experts, 2 * inner), "expert", 1))
         made.append(Param(f"{own}.down_proj_bias", (experts, hidden), "expert"))

@@ -14,7 +14,7 @@ _Made = tuple[list[Param], Mixer]
 
 def _convolution(name: str, channels: int, width: int, bias: bool) -> list[Param]:
     """A depthwise convolution: each channel of a token is multiplied by `width` weights."""
-    made = [Param(f"{name}.weight", (channels, 1, width), "attention", 0, multiplies=True)]
+    made = [Param(f"{name}.weight", (channels, 1, width), "attention", 0, outputs=channels)]
     return made + ([vector(f"{name}.bias", channels, "attention", cut=True)] if bias else [])
 
 

@@ -33,6 +33,7 @@ class Moe:
     transposed: bool = False
     expert_bias: bool = False
     extra: tuple[str, ...] = ()  # vectors of E entries
+    fp32_router: bool = False
     parent: str | None = None
 
 
@@ -62,6 +63,7 @@ class Recipe:
     kv: str = "field"  # field, heads (as many as queries), multi_query
     attention_gate: str | None = None  # afmoe: gate_proj; qwen3_next: q (twice as many queries)
     sinks: bool = False
+    softmax: str = "fp32"  # or compute: the dtype in which eager attention normalises the scores
     mla: bool = False
     indexer: bool = False
     mlp: str = "mlp"
@@ -99,7 +101,7 @@ _GEMMA3 = replace(
     defaults={**_GEMMA.defaults, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
 )  # fmt: skip
 _MOE_LOCAL = Moe(inner="intermediate_size")
-_DEEP = Moe(when="first_k", shared="shared_experts", shared_count="n_shared_experts")
+_DEEP = Moe(when="first_k", shared="shared_experts", shared_count="n_shared_experts", fp32_router=True)
 _DEEPSEEK = replace(_LLAMA, mla=True, moe=_DEEP, **_BIASED)
 _QWEN_MOE = Moe(when="step")
 
@@ -122,11 +124,11 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "phi3": replace(_LLAMA, qkv=("qkv_proj",), mlp_names=("gate_up_proj", "down_proj"), mlp_fused=True),
     "olmo": replace(_LLAMA, norm="none", **_BIASED),
-    "olmo2": replace(_LLAMA, norms=_POST_NORMS, qk_norm="full", **_BIASED),
-    "olmo3": replace(_LLAMA, norms=_POST_NORMS, qk_norm="full", pattern=4, **_BIASED),
+    "olmo2": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", **_BIASED),
+    "olmo3": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", pattern=4, **_BIASED),
     "gpt2": replace(
         _GPT, position="wpe", qkv=("c_attn",), out="c_proj", qkv_bias=True, out_bias=True, conv1d=True,
-        mlp_names=("c_fc", "c_proj"), defaults=_TIED,
+        mlp_names=("c_fc", "c_proj"), softmax="compute", defaults=_TIED,
     ),
     "gpt_bigcode": replace(
         _GPT, position="wpe", qkv=("c_attn",), out="c_proj", qkv_bias=True, out_bias=True, kv="multi_query",
@@ -143,7 +145,7 @@ RECIPES: Mapping[str, Recipe] = {
         inner="none|4", defaults=_TIED,
     ),
     "falcon": replace(
-        _FUSED_QKV, kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias", inner="ffn_hidden_size|4",
+        _FUSED_QKV, softmax="compute", kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias", inner="ffn_hidden_size|4",
         parallel="parallel_attn", defaults={"multi_query": True, "parallel_attn": True, **_TIED},
     ),
     "opt": replace(
@@ -178,7 +180,7 @@ RECIPES: Mapping[str, Recipe] = {
         defaults={"attention_bias": True, "head_dim": 128},
     ),
     "granite": replace(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
-    "helium": replace(_LLAMA, mlp_bias="mlp_bias", qkv_bias="attention_bias"),
+    "helium": replace(_LLAMA, norm="gemma", mlp_bias="mlp_bias", qkv_bias="attention_bias"),
     "nemotron": replace(_LLAMA, norm="layer", mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
     "seed_oss": replace(
         _LLAMA, qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
@@ -217,7 +219,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "qwen3_moe": replace(_LLAMA, qk_norm="head", moe=_QWEN_MOE, **_BIASED),
     "olmoe": replace(_LLAMA, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
-    "flex_olmo": replace(_LLAMA, norms=_POST_NORMS, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
+    "flex_olmo": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
     "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias"),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": replace(_DEEPSEEK, indexer=True, defaults={"first_k_dense_replace": 3}),
@@ -269,13 +271,16 @@ RECIPES: Mapping[str, Recipe] = {
     "ernie4_5_moe": replace(
         _LLAMA, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", head_bias="use_bias", defaults=_TIED,
         moe=Moe(
-            when="interval", shared="shared_experts", shared_count="moe_num_shared_experts",
+            when="interval", fp32_router=True, shared="shared_experts", shared_count="moe_num_shared_experts",
             extra=("gate.moe_statics.e_score_correction_bias:1",),
         ),
     ),
     "hunyuan_v1_moe": replace(
         _LLAMA, qk_norm="head", qk_names=("query_layernorm", "key_layernorm"), **_BIASED,
-        moe=Moe(router="gate.wg", inner="intermediate_size", shared="shared_mlp", shared_inner="intermediate_size"),
+        moe=Moe(
+            router="gate.wg", inner="intermediate_size", shared="shared_mlp", shared_inner="intermediate_size",
+            fp32_router=True,
+        ),
     ),
     "lfm2_moe": replace(
         _LLAMA, final_norm="embedding_norm", norms=("operator_norm", "ffn_norm"), out="out_proj", qk_norm="head",
