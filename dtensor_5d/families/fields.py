@@ -54,7 +54,7 @@ class Fields:
             names = " or ".join(_ALIASES.get(name, (name,)))
             found = "no value" if value is None else repr(value)
             raise PlanError(
-                Violation(f"{found} for {names}", "the config must give a whole number >= 1", f"add {names} to the config")
+                Violation(f"{found} for {names}", "the config must give a whole number >= 1", f"add {names} to it")
             )
         return value
 
@@ -84,7 +84,7 @@ class Fields:
 
     def violations(self) -> list[Violation]:
         """What is missing or contradicts itself."""
-        bad = []
+        bad: list[Violation] = []
         for name in _COUNTS:
             try:
                 self.count(name)
@@ -150,7 +150,8 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         try:
             raw = json.loads(file.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(Violation(f"config {str(file)!r}", f"must be JSON ({error})", "give a config.json")) from None
+            asked, needs = f"config {str(file)!r}", f"must be JSON ({error})"
+            raise PlanError(Violation(asked, needs, "give a config.json")) from None
     if not isinstance(raw, dict):
         raise PlanError(
             Violation(f"a config that is a {type(raw).__name__}", "must be an object of fields", "give a config.json")

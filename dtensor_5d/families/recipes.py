@@ -79,8 +79,8 @@ class Recipe:
 
 
 _LLAMA = Recipe()
-_BIASED = dict(qkv_bias="attention_bias", out_bias="attention_bias")
-_TIED = {"tie_word_embeddings": True}
+_BIASED: dict[str, Any] = dict(qkv_bias="attention_bias", out_bias="attention_bias")
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _FOUR_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
@@ -134,7 +134,9 @@ RECIPES: Mapping[str, Recipe] = {
         _GPT, position="wpe", qkv=("c_attn",), out="c_proj", qkv_bias=True, out_bias=True, kv="multi_query",
         mlp_names=("c_fc", "c_proj"), defaults={"multi_query": True, **_TIED},
     ),
-    "gptj": replace(_GPT, norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"), head_bias=True, parallel=True),
+    "gptj": replace(
+        _GPT, norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"), head_bias=True, parallel=True
+    ),
     "gpt_neox": replace(
         _FUSED_QKV, root="gpt_neox", layers="layers", embed="embed_in", final_norm="final_layer_norm",
         attention="attention", mlp_bias=True, parallel="use_parallel_residual",
@@ -145,8 +147,8 @@ RECIPES: Mapping[str, Recipe] = {
         inner="none|4", defaults=_TIED,
     ),
     "falcon": replace(
-        _FUSED_QKV, softmax="compute", kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias", inner="ffn_hidden_size|4",
-        parallel="parallel_attn", defaults={"multi_query": True, "parallel_attn": True, **_TIED},
+        _FUSED_QKV, softmax="compute", kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias",
+        inner="ffn_hidden_size|4", parallel="parallel_attn", defaults={"multi_query": True, "parallel_attn": True, **_TIED},
     ),
     "opt": replace(
         _LLAMA, root="model.decoder", position="embed_positions", final_norm="final_layer_norm", norm="layer",

@@ -148,7 +148,8 @@ class ModelShape:
             raise PlanError(Violation(f"seq_len={seq_len!r}", "must be an integer >= 1", "give a number of tokens"))
         if attention not in ("causal", "full"):
             raise PlanError(Violation(f"attention={attention!r}", "must be 'causal' or 'full'", "choose one of these"))
-        return product_flops(self.layers, self.first + self.last, self.hidden, self.vocab, self.tied, seq_len, attention)
+        outside = self.first + self.last
+        return product_flops(self.layers, outside, self.hidden, self.vocab, self.tied, seq_len, attention)
 
     def numbers(self, seq_len: int, width: int = 2, attention: str = "flash") -> Numbers:
         """What decides the size of activations: S, bytes of a number in compute, how attention runs."""
@@ -175,7 +176,8 @@ class ModelShape:
 
 
 def _looks_like_experts(raw: Mapping[str, Any]) -> bool:
-    return any(isinstance(raw.get(n), int) and raw[n] > 1 for n in ("num_experts", "num_local_experts", "n_routed_experts"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(isinstance(raw.get(n), int) and raw[n] > 1 for n in names)
 
 
 def _build(fields: Fields, recipe: Recipe, model_type: str, known: bool) -> ModelShape:
