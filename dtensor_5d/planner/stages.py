@@ -1,0 +1,143 @@
+"""Which layers a pipeline rank holds, and how many micro-batches it keeps alive at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.families.blocks import LayerShape, Param
+from dtensor_5d.families.shape import ModelShape
+from dtensor_5d.plan import Plan
+
+if TYPE_CHECKING:
+    from dtensor_5d.schedule import Schedule
+
+__all__ = ["InFlight", "Stage", "in_flight", "split_layers", "stages_by_rank"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One chunk of the model on a rank: its layers, and the embedding or the head where it has them."""
+
+    number: int
+    layers: tuple[LayerShape, ...]
+    first: tuple[Param, ...]
+    last: tuple[Param, ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        return (*self.first, *(p for layer in self.layers for p in layer.params), *self.last)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank keeps at its fullest moment, in bytes."""
+
+    activations: int
+    stash: int
+
+
+def split_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be; the ends, which have embedding and head, get the shorter shares.
+
+    Example:
+        >>> split_layers(10, 4)
+        (2, 3, 3, 2)
+
+    Errors: `PlanError` for more stages than layers.
+    """
+    if stages > layers:
+        raise PlanError(
+            Violation(
+                f"{stages} pipeline stages for {layers} layers",
+                f"every stage needs at least 1 of the {layers} layers",
+                f"use pp x chunks <= {layers}",
+            )
+        )
+    base, extra = divmod(layers, stages)
+    # From the middle outwards, the later of two equally central stages last.
+    order = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))
+    longer = set(order[:extra])
+    return tuple(base + (s in longer) for s in range(stages))
+
+
+def stages_by_rank(shape: ModelShape, plan: Plan) -> tuple[tuple[tuple[Stage, ...], ...], Schedule | None]:
+    """For every pipeline rank its stages; and the schedule, where there is a pipeline.
+
+    Errors: `PlanError` for layers_per_stage that do not add up, and all that the schedule refuses.
+    """
+    if plan.degrees.pp == 1:
+        counts = plan.options.layers_per_stage or (len(shape.layers),)
+        return (tuple(_cut(shape, _checked(shape, counts, 1))),), None
+    from dtensor_5d.schedule import build
+
+    options = plan.options
+    schedule = build(
+        options.schedule, ranks=plan.degrees.pp, microbatches=options.microbatches, chunks=options.chunks
+    )
+    counts = options.layers_per_stage or split_layers(len(shape.layers), schedule.depth)
+    cut = _cut(shape, _checked(shape, counts, schedule.depth))
+    ranks = tuple(
+        tuple(cut[stage % schedule.depth] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)
+    )
+    return ranks, schedule
+
+
+def _checked(shape: ModelShape, counts: Sequence[int], stages: int) -> Sequence[int]:
+    if len(counts) == stages and sum(counts) == len(shape.layers):
+        return counts
+    raise PlanError(
+        Violation(
+            f"layers_per_stage={list(counts)} (sum {sum(counts)})",
+            f"must be {stages} numbers that add up to the {len(shape.layers)} layers",
+            f"for example {list(split_layers(len(shape.layers), stages))}",
+        )
+    )
+
+
+def _cut(shape: ModelShape, counts: Sequence[int]) -> list[Stage]:
+    made, start = [], 0
+    for number, count in enumerate(counts):
+        first, last = number == 0, number == len(counts) - 1
+        tail = shape.last if last else ()
+        if last and not first and shape.tied:
+            # A tied embedding lives on both ends of the pipeline.
+            tail = (next(p for p in shape.first if p.part == "embedding"), *tail)
+        made.append(
+            Stage(number, shape.layers[start : start + count], shape.first if first else (), tail, first, last)
+        )
+        start += count
+    return made
+
+
+def in_flight(
+    schedule: Schedule | None, rank: int, activation: Sequence[int], stash: Sequence[int]
+) -> InFlight:
+    """The fullest moment of a rank under its schedule.
+
+    activation, stash: bytes of one micro-batch on each stage of the model, between F and I, and between I and W.
+    Without a pipeline one micro-batch is alive at a time.
+    """
+    if schedule is None:
+        return InFlight(sum(activation), 0)
+    held = waiting = 0
+    peak = InFlight(0, 0)
+    for action in schedule.table[rank]:
+        for part in action.parts or (action,):
+            stage = part.stage % schedule.depth
+            if part.kind == "F":
+                held += activation[stage]
+            elif part.kind == "B":
+                held -= activation[stage]
+            elif part.kind == "I":
+                held -= activation[stage]
+                waiting += stash[stage]
+            elif part.kind == "W":
+                waiting -= stash[stage]
+            if held + waiting > peak.activations + peak.stash:
+                peak = InFlight(held, waiting)
+    return peak

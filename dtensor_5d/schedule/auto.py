@@ -1,0 +1,118 @@
+"""zb-auto: a schedule made from measured costs under a memory limit, one chunk a rank.
+
+A few greedy strategies from several head starts, then small changes to the head start that won. Nothing is random and
+nothing depends on the clock, so that every rank finds the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dtensor_5d.schedule.actions import Action
+from dtensor_5d.schedule.data import Schedule
+from dtensor_5d.schedule.lanes import Cell, EPSILON, Found, Problem
+from dtensor_5d.schedule.listing import Policy, list_schedule
+from dtensor_5d.schedule.rounds import straight_rounds
+from dtensor_5d.schedule.search import Search
+from dtensor_5d.schedule.simulate import simulate
+from dtensor_5d.schedule.zero_bubble import zb_h1, zb_h2
+
+__all__ = ["zb_auto"]
+
+BUDGET = 600_000
+"""Actions laid in one search: about one second. One schedule of 8 ranks and 32 micro-batches has 768."""
+
+_FILLS = ((True, True), (True, False), (False, True), (False, False))
+_POLICIES = tuple(
+    Policy(order, hold, fill)
+    for order in ((("I", 0), ("F", 0)), (("F", 0), ("I", 0)))
+    for hold in (0.0, 0.5)
+    for fill in (None, 0.0, 0.5, 1.0)
+)
+
+
+def zb_auto(problem: Problem) -> list[list[Action]]:
+    """The schedule with the shortest span that the search comes upon. `problem.limit` must be at least 1."""
+    search = Search(problem, BUDGET)
+    for table in (zb_h1(problem.ranks, problem.microbatches), zb_h2(problem.ranks, problem.microbatches)):
+        search.offer(_measured(problem, table))
+    starts: list[tuple[tuple[float, float, float], tuple[int, ...]]] = []
+    for ahead in _head_starts(problem):
+        if found := _try_rounds(search, ahead):
+            starts.append((found.key, ahead))
+    for _, ahead in sorted(starts)[:2]:
+        _descend(search, ahead)
+    for policy in _POLICIES:
+        for ahead in _head_starts(problem):
+            search.attempt(lambda allowed: list_schedule(problem, ahead, policy, allowed))  # noqa: B023  # used at once
+    assert search.best is not None
+    return search.best.table()
+
+
+def _try_rounds(search: Search, ahead: Sequence[int]) -> Found | None:
+    best: Found | None = None
+    for fill in _FILLS:
+        found = search.attempt(lambda allowed: straight_rounds(search.problem, ahead, fill, allowed))  # noqa: B023
+        if found and (best is None or found.key < best.key):
+            best = found
+    return best
+
+
+def _descend(search: Search, ahead: tuple[int, ...]) -> None:
+    """Move the head start of one rank at a time, and of those that must follow, while that helps."""
+    problem = search.problem
+    most = min(problem.microbatches, int(problem.limit + EPSILON))
+    found = _try_rounds(search, ahead)
+    best, tried, moved = (found.key if found else None), {ahead}, True
+    while moved and not search.over:
+        moved = False
+        for rank in range(problem.ranks):
+            for step in (1, -1):
+                to = ahead[rank] + step
+                if not 1 <= to <= most:
+                    continue
+                changed = tuple(
+                    max(x, to) if r <= rank and step > 0 else min(x, to) if r >= rank and step < 0 else x
+                    for r, x in enumerate(ahead)
+                )
+                if changed in tried:
+                    continue
+                tried.add(changed)
+                found = _try_rounds(search, changed)
+                if found and (best is None or found.key < best):
+                    best, ahead, moved = found.key, changed, True
+
+
+def _head_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Forwards before the first I, for each rank: as 1F1B, as ZB-H2, as many as there is time for, as many as fit."""
+    ranks = problem.ranks
+    most = min(problem.microbatches, int(problem.limit + EPSILON))
+    first = [0.0] * ranks
+    """When a rank's first F can begin, and when its first gradient arrives."""
+    for r in range(1, ranks):
+        first[r] = first[r - 1] + problem.forward[r - 1] + problem.latency[r - 1]
+    arrival = [first[-1] + problem.forward[-1]] * ranks
+    for r in reversed(range(ranks - 1)):
+        arrival[r] = arrival[r + 1] + problem.input[r + 1] + problem.latency[r]
+    timely = [int((arrival[r] - first[r]) / problem.forward[r] + EPSILON) for r in range(ranks)]
+    for wanted in (
+        [ranks - r for r in range(ranks)],
+        [2 * (ranks - r) - 1 for r in range(ranks)],
+        timely,
+        [x + 1 for x in timely],
+        [most] * ranks,
+    ):
+        ahead = [max(1, min(most, x)) for x in wanted]
+        yield tuple(max(ahead[r:]) for r in range(ranks))
+
+
+def _measured(problem: Problem, table: list[list[Action]]) -> Found | None:
+    """A schedule written by hand, if memory suffices for it."""
+    rows = tuple(tuple(row) for row in table)
+    schedule = Schedule("", problem.ranks, 1, problem.microbatches, problem.rank_of, rows)
+    timeline = simulate(schedule, problem.costs)
+    if max(timeline.peak_activations) > problem.limit + EPSILON:
+        return None
+    cells = tuple(tuple(Cell(a.kind, a.stage, a.microbatch or 0) for a in row) for row in rows)
+    idle = tuple(x / problem.unit for x in timeline.bubbles)
+    return Found(max(timeline.spans) / problem.unit, timeline.makespan / problem.unit, sum(idle), idle, cells)

@@ -1,0 +1,216 @@
+"""Proves that a schedule is complete, in order and free of deadlock, or shows the cell that is wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NoReturn
+
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.schedule.actions import COMMUNICATION, Action, format_table, leaves
+from dtensor_5d.schedule.costs import Costs
+from dtensor_5d.schedule.data import Schedule
+from dtensor_5d.schedule.lower import with_communication
+from dtensor_5d.schedule.simulate import run
+
+__all__ = ["check"]
+
+
+def check(schedule: Schedule) -> None:
+    """Prove a schedule, lowered or not.
+
+    - every micro-batch passes every stage once: one F, and either one B or one I and one W;
+    - F before I before W, and nothing before what it reads;
+    - in a lowered one: a send behind what it sends, one receive for each, before what reads it; parameters gathered
+      where they are read (if they are gathered at all), gradients reduced when they are whole;
+    - no deadlock when every action runs in order and a send does not return before its receive has been reached
+      (unbuffered rendezvous). A schedule that is not lowered is lowered for this.
+
+    Errors: `PlanError` with the rule, and the table with the bad cell in >< marks.
+    """
+    for rank, row in enumerate(schedule.table):
+        _complete(schedule, rank, row)
+    plain = schedule.compute_only() if schedule.lowered else schedule
+    cost = Costs(1, 1, 1).for_stages(schedule.stages)
+    rows, stuck = run(plain, cost)
+    if stuck:
+        _explain(plain, stuck)
+    if schedule.lowered:
+        for rank, row in enumerate(schedule.table):
+            _local_order(schedule, rank, row)
+        _rendezvous(schedule)
+    else:
+        _rendezvous(schedule.with_table(with_communication(schedule, rows, cost, split_backward=True)))
+
+
+def _fail(schedule: Schedule, rank: int, cell: int, required: str, change: str) -> NoReturn:
+    row = schedule.table[rank]
+    what = str(row[cell]) if cell < len(row) else "end of the list"
+    asked = f"schedule {schedule.name}, rank {rank}, cell {cell} ({what})"
+    raise PlanError(Violation(asked, required, f"{change}\n{format_table(schedule.table, (rank, cell))}"))
+
+
+def _complete(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+    """Each (stage, micro-batch) of this rank has its F and its B, or F, I and W, once each and in this order."""
+    count, rank_of, stages = schedule.microbatches, schedule.rank_of, schedule.stages
+    # What has been done to a (stage, micro-batch): nothing, F, I, all.
+    step = {"F": (0, 1), "I": (1, 2), "W": (2, 3), "B": (1, 3)}
+    state: dict[int, int] = {}
+    for cell, action in enumerate(row):
+        for stage, kind, mb, _ in action.parts or (action,):
+            if stage >= stages or rank_of[stage] != rank:
+                home = f"rank {rank_of[stage]}" if stage < stages else f"no rank: there are {stages} stages"
+                _fail(schedule, rank, cell, f"stage {stage} lives on {home}", "move or remove the action")
+            if kind not in step:
+                continue
+            if mb not in schedule.microbatches_of(stage):
+                have = schedule.microbatches_of(stage)
+                required = f"stage {stage} sees micro-batches {have.start} to {have.stop - 1}"
+                _fail(schedule, rank, cell, required, "correct the number")
+            key = stage * count + mb
+            needed, made = step[kind]
+            if state.get(key, 0) != needed:
+                done = ("nothing", "F", "F and I", "all")[state.get(key, 0)]
+                required = (
+                    f"{kind} of stage {stage}, micro-batch {mb} comes once, after {('nothing', 'F', 'F and I')[needed]};"
+                    f" done so far: {done}"
+                )
+                _fail(schedule, rank, cell, required, "remove or move one of the actions")
+            state[key] = made
+    missing = []
+    for stage in schedule.stages_of(rank):
+        for mb in schedule.microbatches_of(stage):
+            at = state.get(stage * count + mb, 0)
+            if at < 3:
+                missing.append(f"{stage}{('F', 'B', 'W')[at]}{mb}")
+    if missing:
+        names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        _fail(schedule, rank, len(row), f"every micro-batch passes every stage once; missing: {names}", f"add {names}")
+
+
+def _explain(schedule: Schedule, stuck: dict[int, int]) -> NoReturn:
+    """Follow who waits for whom until a rank comes up twice."""
+    where = {
+        ("F" if leaf.kind == "F" else "I", leaf.stage, leaf.microbatch): (rank, cell, leaf)
+        for rank, row in enumerate(schedule.table)
+        for cell, action in enumerate(row)
+        for leaf in leaves(action)
+        if leaf.kind != "W"
+    }
+    rank, chain, seen = next(iter(stuck)), [], set()
+    while rank not in seen:
+        seen.add(rank)
+        for leaf in leaves(schedule.table[rank][stuck[rank]]):
+            source = schedule.before(leaf.stage) if leaf.kind == "F" else schedule.after(leaf.stage)
+            if leaf.kind == "W" or source is None:
+                continue
+            other, cell, cause = where["F" if leaf.kind == "F" else "I", source, leaf.microbatch]
+            if other in stuck and cell >= stuck[other]:
+                chain.append(f"{leaf} on rank {rank} waits for {cause} (rank {other}, cell {cell})")
+                rank = other
+                break
+    required = "nothing may wait in a circle: " + ", ".join(chain)
+    _fail(schedule, rank, stuck[rank], required, "put one of these actions earlier")
+
+
+def _local_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
+    """What a rank can prove about its own list of a lowered schedule."""
+    seen: set[tuple[str, int, int | None]] = set()
+    gathers = any(a.kind == "UNSHARD" for a in row)
+    gathered: set[int] = set()
+    waiting: defaultdict[int, int] = defaultdict(int)
+    for s in schedule.stages_of(rank):
+        waiting[s] = len(schedule.microbatches_of(s))
+    for cell, action in enumerate(row):
+        for stage, kind, mb, _ in action.parts or (action,):
+            if kind in COMMUNICATION:
+                problem = _communication(schedule, rank, stage, kind, mb, seen)
+                if problem:
+                    _fail(schedule, rank, cell, problem, "move, add or remove a send or receive")
+            elif kind in ("F", "I", "B"):
+                letter = "F" if kind == "F" else "B"
+                source = schedule.before(stage) if kind == "F" else schedule.after(stage)
+                if source is not None and schedule.rank_of[source] != rank and ("RECV_" + letter, stage, mb) not in seen:
+                    _fail(schedule, rank, cell, f"its input arrives by {stage}RECV_{letter}{mb}", "receive it before")
+                if gathers and stage not in gathered:
+                    _fail(schedule, rank, cell, f"the parameters of stage {stage} are not gathered here", "UNSHARD")
+            elif kind in ("UNSHARD", "RESHARD"):
+                if (stage in gathered) == (kind == "UNSHARD"):
+                    _fail(schedule, rank, cell, f"stage {stage} is so already", "UNSHARD and RESHARD take turns")
+                gathered ^= {stage}
+            elif kind == "REDUCE_GRAD" and (waiting[stage] if mb is None else ("B", stage, mb) not in seen):
+                _fail(schedule, rank, cell, "a gradient is reduced when it is whole", "move it behind the last W")
+            if kind in ("W", "B"):
+                waiting[stage] -= 1
+            seen.add(("B" if kind == "W" else kind, stage, mb))
+            if kind == "B":
+                seen.add(("I", stage, mb))
+    if gathered:
+        _fail(schedule, rank, len(row), f"stages {sorted(gathered)} stay gathered", "RESHARD them")
+    for stage in schedule.stages_of(rank):
+        _all_sent(schedule, rank, stage, seen)
+
+
+def _communication(
+    schedule: Schedule, rank: int, stage: int, kind: str, mb: int | None, seen: set[tuple[str, int, int | None]]
+) -> str | None:
+    if (kind, stage, mb) in seen:
+        return f"{stage}{kind}{mb} comes once"
+    forward = kind.endswith("F")
+    peer = schedule.after(stage) if forward == kind.startswith("SEND") else schedule.before(stage)
+    if peer is None or schedule.rank_of[peer] == rank:
+        return f"stage {stage} has no other rank to {kind.split('_')[0].lower()} this"
+    if kind.startswith("SEND") and ("F" if forward else "I", stage, mb) not in seen:
+        return f"what {stage}{kind}{mb} sends is not computed yet"
+    return None
+
+
+def _all_sent(schedule: Schedule, rank: int, stage: int, seen: set[tuple[str, int, int | None]]) -> None:
+    for kind, peer in (("SEND_F", schedule.after(stage)), ("SEND_B", schedule.before(stage))):
+        if peer is None or schedule.rank_of[peer] == rank:
+            continue
+        for mb in schedule.microbatches_of(stage):
+            if (kind, stage, mb) not in seen:
+                cell = len(schedule.table[rank])
+                _fail(schedule, rank, cell, f"{stage}{kind}{mb} is missing", "send every result that another rank reads")
+
+
+def _rendezvous(schedule: Schedule) -> None:
+    """Execute only the communication, in order: a send and its receive meet, and both ranks move on."""
+    meetings: list[list[tuple[str, int, int | None, int]]] = []
+    cells: list[list[int]] = []
+    rank_of = schedule.rank_of
+    after = [schedule.after(s) for s in range(schedule.stages)]
+    before = [schedule.before(s) for s in range(schedule.stages)]
+    for row in schedule.table:
+        own, at = [], []
+        for cell, (stage, kind, mb, _) in enumerate(row):
+            if kind not in COMMUNICATION:
+                continue
+            peer = after[stage] if kind in ("SEND_F", "RECV_B") else before[stage]
+            assert peer is not None
+            # Both sides name a message by its receiving stage.
+            own.append((kind[-1], stage if kind[0] == "R" else peer, mb, rank_of[peer]))
+            at.append(cell)
+        meetings.append(own)
+        cells.append(at)
+    position = [0] * len(meetings)
+    ready = list(range(len(meetings)))
+    while ready:
+        rank = ready.pop()
+        own = meetings[rank]
+        while position[rank] < len(own):
+            letter, stage, mb, peer = own[position[rank]]
+            other = meetings[peer]
+            if position[peer] >= len(other) or other[position[peer]] != (letter, stage, mb, rank):
+                break
+            position[rank] += 1
+            position[peer] += 1
+            ready.append(peer)
+    for rank, own in enumerate(meetings):
+        if position[rank] < len(own):
+            letter, _, _, peer = own[position[rank]]
+            what = "is at its end"
+            if position[peer] < len(cells[peer]):
+                what = f"waits at {schedule.table[peer][cells[peer][position[peer]]]}"
+            required = f"a send and its receive must be reached together, but rank {peer} {what}"
+            _fail(schedule, rank, cells[rank][position[rank]], required, "put the two in the same order on both ranks")
