@@ -20,7 +20,7 @@ from torch import nn
 from dtensor_5d.adapters.trace import trace_order
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["Decoder", "find_decoder", "model_head"]
+__all__ = ["Decoder", "find_decoder", "model_head", "parameter_ties"]
 
 # What torch puts into a parameter's name when it wraps a module in another one.
 _WRAPPERS = {
@@ -107,7 +107,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         other=tuple(name for name, m in outside.items() if _owned(m) and name not in reached),
         embedding=embedding,
         head=model_head(model),
-        ties=_ties(model),
+        ties=parameter_ties(model),
         experts=experts,
         other_experts=other_experts,
         routers=routers,
@@ -217,7 +217,13 @@ def _layer_list(model: nn.Module, modules: dict[str, nn.Module], embedding: str)
     return max(fitting, key=closeness)
 
 
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def parameter_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameter names that are one tensor, Hugging Face's first name first.
+
+    Example:
+        >>> parameter_ties(gpt2)
+        (('transformer.wte.weight', 'lm_head.weight'),)
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
