@@ -22,11 +22,11 @@ from dtensor_5d.errors import PlanError, Violation
 
 __all__ = ["Decoder", "find_decoder", "model_head", "parameter_ties"]
 
-# What torch puts into a parameter's name when it wraps a module in another one.
+# The piece that a wrapper puts into its module's name: the wrapper, and what to do instead.
 _WRAPPERS = {
-    "_orig_mod": "torch.compile: use the option compile=True instead",
-    "_fsdp_wrapped_module": "FSDP1: give the plain model, the package shards it",
-    "_checkpoint_wrapped_module": "a checkpoint wrapper: use the option recompute instead",
+    "_orig_mod": ("torch.compile", "give the plain model and the option compile=True"),
+    "_fsdp_wrapped_module": ("FSDP1", "give the plain model; the data axis shards it"),
+    "_checkpoint_wrapped_module": ("checkpoint_wrapper", "give the plain model and the option recompute"),
 }
 
 
@@ -127,18 +127,17 @@ def _owned(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _refuse_wrapped(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    pieces = {piece: name for name in modules for piece in name.split(".")}
-    found = [(modules[pieces[piece]], piece, change) for piece, change in _WRAPPERS.items() if piece in pieces]
+    found = [
+        (wrapper, name, change)
+        for piece, (wrapper, change) in _WRAPPERS.items()
+        if (name := next((n for n in modules if piece in n.split(".")), None)) is not None
+    ]
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        found.append((model, "module", f"{type(model).__name__}: give its .module, the data axis replaces the wrapper"))
+        found.append((type(model).__name__, "module", "give its .module; the data axis replaces the wrapper"))
     if found:
         raise PlanError(
-            Violation(
-                f"a model wrapped by {change.split(':')[0]} ({pieces.get(piece, piece)})",
-                "parameters must have their Hugging Face names",
-                change.split(": ", 1)[1],
-            )
-            for _, piece, change in found
+            Violation(f"a model wrapped by {wrapper} ({name})", "every name must be the Hugging Face one", change)
+            for wrapper, name, change in found
         )
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.distributed.fsdp import ALL_FSDP_STYLES
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from dtensor_5d.adapters.rules import STYLES, read_rules
 from dtensor_5d.errors import PlanError
 from dtensor_5d.plan import matches
-from tests.families.tiny import FAMILIES, tiny_config
-
-
-def meta_model(name, **overrides):
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(tiny_config(name, **overrides))
+from tests.adapters.models import meta_model, shared_meta_model
+from tests.families.tiny import FAMILIES
 
 
 def test_every_style_of_the_installed_transformers_is_known_and_no_other():
@@ -115,14 +110,15 @@ def test_a_style_of_another_axis_is_refused():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_rules_of_every_family_fit_it_in_our_pattern_language(name):
-    model = meta_model(name)
+    model = shared_meta_model(name)
     names = [n for n, _ in (*model.named_modules(), *model.named_parameters())]
     rules = read_rules(model)
     for table in rules.values():
         for pattern in table:
             assert any(matches(pattern, n) for n in names), pattern
-    # What transformers itself would apply, module by module, is what our patterns reach. It knows no ep without tp.
-    for plan, table in ((model.tp_plan, rules["tp"]), (model.fsdp_plan, rules["dp"])):
+    # What transformers itself would apply, module by module, is what our patterns reach.
+    plans = (("tp", model.tp_plan), ("ep", model.ep_plan), ("dp", model.fsdp_plan))
+    for table, plan in ((rules[axis], plan) for axis, plan in plans):
         theirs = {n for n in model._expand_parallel_plan(plan) if n in names}
         ours = {n for n in names if any(matches(p, n) for p in table)}
         modules = {n for n, _ in model.named_modules()}
