@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtensor_5d.adapters.trace import trace_order
 from dtensor_5d.errors import PlanError, Violation
@@ -134,9 +135,12 @@ def _refuse_wrapped(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     ]
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         found.append((type(model).__name__, "module", "give its .module; the data axis replaces the wrapper"))
+    sharded = next((name for name, module in modules.items() if isinstance(module, FSDPModule)), None)
+    if sharded is not None:
+        found.append(("fully_shard", sharded or "the model", "give the plain model; the data axis shards it"))
     if found:
         raise PlanError(
-            Violation(f"a model wrapped by {wrapper} ({name})", "every name must be the Hugging Face one", change)
+            Violation(f"a model wrapped by {wrapper} ({name})", "must be the plain Hugging Face model, with its names", change)
             for wrapper, name, change in found
         )
 

@@ -87,6 +87,13 @@ def test_dense_rules_of_an_ep_plan_stand_under_tp_unless_tp_has_its_own():
     assert rules["tp"] == {**before["tp"], "model.norm": "sequence"}
 
 
+def test_an_ep_plan_with_dense_rules_is_shipped():
+    model = shared_meta_model("gemma4_text")
+    assert model.ep_plan["model.layers.*.mlp.down_proj"] == "rowwise"
+    rules = read_rules(model)
+    assert rules["ep"] == {} and rules["tp"]["model.layers.*.mlp.down_proj"] == "row"
+
+
 @pytest.mark.parametrize("axis, plan", [("tp", "tp_plan"), ("ep", "ep_plan"), ("dp", "fsdp_plan")])
 def test_unknown_styles_are_refused_by_name_all_at_once(axis, plan):
     model = meta_model("llama")
@@ -117,9 +124,8 @@ def test_the_rules_of_every_family_fit_it_in_our_pattern_language(name):
         for pattern in table:
             assert any(matches(pattern, n) for n in names), pattern
     # What transformers itself would apply, module by module, is what our patterns reach.
-    plans = (("tp", model.tp_plan), ("ep", model.ep_plan), ("dp", model.fsdp_plan))
-    for table, plan in ((rules[axis], plan) for axis, plan in plans):
-        theirs = {n for n in model._expand_parallel_plan(plan) if n in names}
-        ours = {n for n in names if any(matches(p, n) for p in table)}
-        modules = {n for n, _ in model.named_modules()}
-        assert theirs & modules == ours & modules
+    modules = {n for n, _ in model.named_modules()}
+    for axis, plan in (("tp", model.tp_plan), ("ep", model.ep_plan), ("dp", model.fsdp_plan)):
+        plan = {pattern: style for pattern, style in plan.items() if axis in STYLES[style].axes}
+        theirs = modules & set(model._expand_parallel_plan(plan))
+        assert theirs == {n for n in modules if any(matches(p, n) for p in rules[axis])}

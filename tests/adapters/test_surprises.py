@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtensor_5d.adapters.decoder import find_decoder
 from dtensor_5d.adapters.rules import read_rules
@@ -150,6 +151,13 @@ def test_compiled_models_and_layers_are_refused_by_name():
 
 def test_a_model_in_a_data_parallel_wrapper_is_refused():
     refused(nn.DataParallel(tiny_model("llama")), "DataParallel", "give its .module")
+
+
+def test_a_model_that_is_sharded_already_is_refused():
+    model = tiny_model("llama")
+    layer = model.model.layers[1]
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (FSDPModule, type(layer)), {})  # what fully_shard does first
+    refused(model, "fully_shard", "model.layers.1", "the data axis shards it")
 
 
 def test_an_encoder_decoder_is_refused():
