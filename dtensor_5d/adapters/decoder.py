@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtensor_5d.adapters.trace import trace_order
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["Decoder", "find_decoder", "model_head"]
+__all__ = ["Decoder", "find_decoder", "model_head", "parameter_ties"]
 
-# What torch puts into a parameter's name when it wraps a module in another one.
+# The piece that a wrapper puts into its module's name: the wrapper, and what to do instead.
 _WRAPPERS = {
-    "_orig_mod": "torch.compile: use the option compile=True instead",
-    "_fsdp_wrapped_module": "FSDP1: give the plain model, the package shards it",
-    "_checkpoint_wrapped_module": "a checkpoint wrapper: use the option recompute instead",
+    "_orig_mod": ("torch.compile", "give the plain model and the option compile=True"),
+    "_fsdp_wrapped_module": ("FSDP1", "give the plain model; the data axis shards it"),
+    "_checkpoint_wrapped_module": ("checkpoint_wrapper", "give the plain model and the option recompute"),
 }
 
 
@@ -107,7 +108,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         other=tuple(name for name, m in outside.items() if _owned(m) and name not in reached),
         embedding=embedding,
         head=model_head(model),
-        ties=_ties(model),
+        ties=parameter_ties(model),
         experts=experts,
         other_experts=other_experts,
         routers=routers,
@@ -127,18 +128,20 @@ def _owned(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _refuse_wrapped(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    pieces = {piece: name for name in modules for piece in name.split(".")}
-    found = [(modules[pieces[piece]], piece, change) for piece, change in _WRAPPERS.items() if piece in pieces]
+    found = [
+        (wrapper, name, change)
+        for piece, (wrapper, change) in _WRAPPERS.items()
+        if (name := next((n for n in modules if piece in n.split(".")), None)) is not None
+    ]
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        found.append((model, "module", f"{type(model).__name__}: give its .module, the data axis replaces the wrapper"))
+        found.append((type(model).__name__, "module", "give its .module; the data axis replaces the wrapper"))
+    sharded = next((name for name, module in modules.items() if isinstance(module, FSDPModule)), None)
+    if sharded is not None:
+        found.append(("fully_shard", sharded or "the model", "give the plain model; the data axis shards it"))
     if found:
         raise PlanError(
-            Violation(
-                f"a model wrapped by {change.split(':')[0]} ({pieces.get(piece, piece)})",
-                "parameters must have their Hugging Face names",
-                change.split(": ", 1)[1],
-            )
-            for _, piece, change in found
+            Violation(f"a model wrapped by {wrapper} ({name})", "must be the plain Hugging Face model, with its names", change)
+            for wrapper, name, change in found
         )
 
 
@@ -217,7 +220,13 @@ def _layer_list(model: nn.Module, modules: dict[str, nn.Module], embedding: str)
     return max(fitting, key=closeness)
 
 
-def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def parameter_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameter names that are one tensor, Hugging Face's first name first.
+
+    Example:
+        >>> parameter_ties(gpt2)
+        (('transformer.wte.weight', 'lm_head.weight'),)
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor_5d.adapters.decoder import model_head
+from dtensor_5d.adapters.decoder import model_head, parameter_ties
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.plan import matches
 
@@ -61,6 +61,14 @@ STYLES: Mapping[str, Style] = {
 }
 
 
+# Axis -> the model's attribute, and the axes whose styles it may hold, the first one first.
+_PLANS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "tp": ("tp_plan", ("tp",)),
+    "ep": ("ep_plan", ("ep", "tp")),
+    "dp": ("fsdp_plan", ("dp",)),
+}
+
+
 def read_rules(model: nn.Module) -> dict[str, dict[str, str]]:
     """The rules that a Hugging Face model ships, for the axes tp, ep and dp, in our style names.
 
@@ -73,16 +81,16 @@ def read_rules(model: nn.Module) -> dict[str, dict[str, str]]:
         >>> read_rules(qwen3)["tp"]["model.layers.*.self_attn.q_norm"]
         'replicate_sum'
     """
-    plans = {"tp": "tp_plan", "ep": "ep_plan", "dp": "fsdp_plan"}
     names = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     head = model_head(model)
-    rules: dict[str, dict[str, str]] = {axis: {} for axis in plans}
+    rules: dict[str, dict[str, str]] = {axis: {} for axis in _PLANS}
     unknown: list[Violation] = []
-    for axis, attribute in plans.items():
+    for axis, (attribute, allowed) in _PLANS.items():
         for pattern, given in (getattr(model, attribute, None) or {}).items():
             style = STYLES.get(given)
-            if style is None or (axis not in style.axes and axis != "ep"):
-                known = sorted(key for key, s in STYLES.items() if axis in s.axes)
+            homes = [home for home in allowed if style is not None and home in style.axes]
+            if style is None or not homes:
+                known = [key for key, s in STYLES.items() if set(allowed) & set(s.axes)]
                 unknown.append(
                     Violation(
                         f"{attribute}[{pattern!r}] = {given!r}",
@@ -92,14 +100,16 @@ def read_rules(model: nn.Module) -> dict[str, dict[str, str]]:
                     )
                 )
             elif any(matches(pattern, name) for name in names):
-                home = axis if axis in style.axes else "tp"
-                rules[home].setdefault(pattern, "head" if pattern == head and given in _HEADS else style.name)
+                name = "head" if pattern == head and style.name == "column_gather" else style.name
+                rules[homes[0]].setdefault(pattern, name)
     if unknown:
         raise PlanError(unknown)
+    # FSDP cannot hold one tensor in two units.
+    for group in parameter_ties(model):
+        owners = [_generic(name.rpartition(".")[0]) for name in group]
+        if any(owner in rules["dp"] for owner in owners):
+            rules["dp"].update(dict.fromkeys(owners, "unit:last"))
     return rules
-
-
-_HEADS = ("colwise_gather_output", "colwise_rep")
 
 
 def _generic(name: str) -> str:
