@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +29,11 @@ def make_deferrable(module: nn.Module, store: WeightGradients) -> Deferral:
     """Makes the products of `module` take `store`: their modules get a forward of their own, nothing else changes.
 
     Works on any module that calls torch's products on parameters of its own: Linear, Embedding, transformers' Conv1D,
-    routers, fused experts in each of transformers' implementations, and subclasses of these that scale or shift.
+    routers, fused experts (transformers' `eager` and `grouped_mm`), and subclasses of these that scale or shift.
     Names, state-dict keys, hooks and classes stay. Outside `store.deferring` results equal the plain module's bit for
-    bit. At once: norms, biases, convolutions, a weight that another module multiplies with (tied heads wait where the
-    head owns the parameter too), a weight seen through more than a view, one with hooks.
+    bit. At once: norms, biases, convolutions. A parameter of `waits` still gets its gradient at once where a backward
+    must see it: hooks on it, more than a view between it and the product (experts as `batched_mm`, which copies
+    them), a product in a module that does not own it.
 
     Example:
         >>> store = WeightGradients()
@@ -151,7 +151,9 @@ def _embedding(
     return embedding(input, weight, store, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
 
-def _grouped(store: WeightGradients, x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any) -> Tensor | None:
+def _grouped(
+    store: WeightGradients, x: Tensor, weight: Tensor, offs: Tensor | None = None, **more: Any
+) -> Tensor | None:
     if offs is None or x.dim() != 2 or weight.dim() != 3 or any(v is not None for v in more.values()):
         return None
     return grouped_matmul(x, weight, offs, store)

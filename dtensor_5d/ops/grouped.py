@@ -5,6 +5,8 @@ T tokens sorted by expert, E experts, I inputs, O outputs; ends [E] int32, cumul
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,11 +54,11 @@ def grouped_product_by_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The slow, obvious form of `grouped_product`."""
     bounds = [0, *ends.tolist()]
     # Never weight[e]: its backward writes a whole zero gradient for each expert.
-    parts = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight.unbind())]
+    parts = [x[a:b] @ w for (a, b), w in zip(pairwise(bounds), weight.unbind())]
     return torch.cat([*parts, x.new_zeros(x.size(0) - bounds[-1], weight.size(2))])
 
 
 def grouped_weight_gradient_by_loop(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """The slow, obvious form of `grouped_weight_gradient`."""
     bounds = [0, *ends.tolist()]
-    return torch.stack([x[a:b].t() @ g[a:b] for a, b in zip(bounds, bounds[1:])])
+    return torch.stack([x[a:b].t() @ g[a:b] for a, b in pairwise(bounds)])

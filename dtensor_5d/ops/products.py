@@ -1,8 +1,8 @@
 """Products whose weight gradient can wait: linear, embedding, matmul (Conv1D), batched and grouped experts.
 
 Each is torch's own operation in forward. Backward gives the input gradient at once; the weight gradient goes to
-autograd as usual, or, inside `store.deferring(key)`, waits in the store until `store.run(key)`. Without a store, without
-gradients or with a frozen weight the plain operation runs, untouched.
+autograd as usual, or, inside `store.deferring(key)`, waits in the store until `store.run(key)`. Without a store,
+without gradients or with a frozen weight the plain operation runs, untouched.
 
 Shapes: B batch, T tokens (any leading dims), I inputs, O outputs, E experts, V vocabulary, M model size.
 

@@ -51,7 +51,7 @@ def home(weight: Tensor) -> tuple[Tensor, Place | None] | None:
         return None
     if weight.is_leaf:
         return None if is_watched(weight) else (weight, None)
-    base = weight._base
+    base: Any = weight._base  # a tensor or None; torch does not say
     if base is None or not base.is_leaf or is_watched(base) or isinstance(base, DTensor) or not base.is_contiguous():
         return None
     node: Any = weight.grad_fn
@@ -121,8 +121,9 @@ class WeightGradients:
     """Products `dW = f(input, output gradient)` that a backward queued and that run later, by key (a micro-batch).
 
     A product holds its input, its output gradient and the parameter *object*, never the parameter's data: FSDP2 may
-    reshard between F, I and W. Running a key adds to `.grad` in the order of the backward, so the sums equal
-    autograd's bit for bit and memory does not grow with the number of micro-batches.
+    reshard between F, I and W. Running a key adds to `.grad` in the order of the backward, so memory does not grow with
+    the number of micro-batches and the sums equal autograd's bit for bit (of a weight used twice in one forward: up to
+    rounding, since autograd adds the two first).
 
     Example:
         >>> store = WeightGradients()
