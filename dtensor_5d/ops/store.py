@@ -51,13 +51,14 @@ def home(weight: Tensor) -> tuple[Tensor, Place | None] | None:
         return None
     if weight.is_leaf:
         return None if is_watched(weight) else (weight, None)
-    base: Any = weight._base  # a tensor or None; torch does not say
+    base: Any = weight._base
     if base is None or not base.is_leaf or is_watched(base) or isinstance(base, DTensor) or not base.is_contiguous():
         return None
     node: Any = weight.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
-    if getattr(node, "variable", None) is not base or weight.dtype != base.dtype or _overlaps(weight):
+    only_views = getattr(node, "variable", None) is base
+    if not only_views or weight.dtype != base.dtype or _overlaps(weight):
         return None
     return base, Place(tuple(weight.shape), weight.stride(), weight.storage_offset() - base.storage_offset())
 
@@ -143,6 +144,10 @@ class WeightGradients:
         self._queues: dict[Hashable, list[_Product]] = {}
         self._key: Hashable | None = None
         self._open = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        # A copied model keeps reporting to the store that its runtime holds.
+        return self
 
     @property
     def is_deferring(self) -> bool:
