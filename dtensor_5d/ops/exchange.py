@@ -42,7 +42,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]
         return x.new_empty(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     mine = _padded(x, dim, longest)
     buffer = mine.new_empty(n, *mine.shape)
-    dist.all_gather_into_tensor(buffer.view(-1), mine.view(-1), group=group)
+    dist.all_gather_single(buffer.view(-1), mine.view(-1), group=group)
     if dim == 0 and min(sizes) == longest:
         return buffer.flatten(0, 1)
     return torch.cat([p.narrow(dim, 0, s) for p, s in zip(buffer.unbind(), sizes)], dim)
@@ -67,7 +67,7 @@ def scattered_sum(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence
     else:
         send = torch.stack([_padded(p, dim, longest) for p in x.split(sizes, dim)])
     y = x.new_empty(shape)
-    dist.reduce_scatter_tensor(y.view(-1), send.view(-1), group=group)
+    dist.reduce_scatter_single(y.view(-1), send.view(-1), group=group)
     return y if mine == longest else y.narrow(dim, 0, mine).contiguous()
 
 

@@ -139,7 +139,7 @@ def test_recomputation_runs_once_and_the_closures_hold_what_it_made():
 def test_restore_and_copies():
     model, store = nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4)), WeightGradients()
     make_deferrable(model, store)
-    with pytest.raises(ValueError, match="2 modules .* already have a store"):
+    with pytest.raises(ValueError, match=r"2 modules .* already have a store"):
         make_deferrable(model, WeightGradients())
     twin = copy.deepcopy(model)
     twin[0].weight.data.zero_()

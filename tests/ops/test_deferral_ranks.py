@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -47,66 +48,99 @@ class Model(nn.Module):
         return x.square().sum()
 
 
+def _groups(model):
+    state = fully_shard.state(model)
+    return [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+
+
+@contextlib.contextmanager
+def _gathers():
+    """The calls of FSDP2's all-gather inside."""
+    seen, plain = [], dist.all_gather_single
+    dist.all_gather_single = lambda *a, **k: seen.append(1) or plain(*a, **k)
+    try:
+        yield seen
+    finally:
+        dist.all_gather_single = plain
+
+
+def _keep(model):
+    """After each W: a unit's gradients in the reduction's dtype, as FSDP2 keeps those that came at once."""
+    for group in _groups(model):
+        for p in group.fsdp_params:
+            if hasattr(p, "_unsharded_param"):
+                p.accumulate_unsharded_grad_if_needed()
+                p.to_accumulated_grad_if_needed()
+
+
 def _reduce(model):
-    """What the REDUCE_GRAD of a schedule does (dp/fsdp owns the real one)."""
+    """What the REDUCE_GRAD of a schedule does (dp/ owns the real one)."""
     model.set_requires_gradient_sync(True)
     model.set_is_last_backward(True)
-    state = fully_shard.state(model)
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    for group in _groups(model):
+        group.post_backward()
+    fully_shard.state(model)._root_post_backward_final_callback()
 
 
-def _step(rank, dp_shape, tp, zero3, recompute, dtype):
-    dp = len(dp_shape)
-    names = ("replicate", "shard")[2 - dp :] + ("tp",)
-    mesh = init_device_mesh("cpu", (*dp_shape, tp), mesh_dim_names=names)
-    torch.manual_seed(0)
-    reference = Model().double()
-    model, store = copy.deepcopy(reference), ops.WeightGradients()
+def _sharded(reference, mesh, names, tp, zero3, recompute, dtype, store):
+    model = copy.deepcopy(reference)
     if tp > 1:
         for b in model.blocks:
             parallelize_module(b, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    deferral = ops.make_deferrable(model, store)
-    assert set(deferral.waits) == {n for n, p in reference.named_parameters() if p.dim() == 2}
+    if store is not None:
+        deferral = ops.make_deferrable(model, store)
+        assert set(deferral.waits) == {n for n, p in reference.named_parameters() if p.dim() == 2}
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
-    for unit in [*model.blocks, model]:
+    units = [*model.blocks, model]
+    for unit in units:
         fully_shard(unit, mesh=mesh[names[:-1]], reshard_after_forward=zero3, mp_policy=policy)
-    for unit in [*model.blocks, model]:
+    for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         unit.recompute = recompute
     model.set_requires_gradient_sync(False)
     model.set_is_last_backward(False)
-    n = mesh.size() // tp
-    batches = torch.randint(0, 11, (3, n, 2, 5), generator=torch.Generator().manual_seed(1))
-    mine = (rank // tp) if tp > 1 else rank
-    losses = [model(batches[i, mine]) for i in range(3)]  # F F F
-    for i, loss in enumerate(losses):  # I I I
-        with store.deferring(i):
-            loss.backward()
-    if zero3:
-        model.reshard()
-        for b in model.blocks:
-            b.reshard()
-    gathers = []
-    plain = dist.all_gather_into_tensor
-    try:
-        dist.all_gather_into_tensor = lambda *a, **k: gathers.append(1) or plain(*a, **k)
-        assert [store.run(i) for i in range(3)] == [7, 7, 7]  # W W W
-    finally:
-        dist.all_gather_into_tensor = plain
-    assert not gathers, "a weight product gathered parameters"
-    _reduce(model)
-    for i in range(3):
-        reference(batches[i].flatten(0, 1)).backward()
-    got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    tol = 1e-12 if dtype is None else 4e-2
-    assert_same_gradients(got, {name: p.grad for name, p in reference.named_parameters()}, tol=tol)
+    return model
+
+
+def _step(rank, dp_shape, tp, zero3, recompute, dtype):
+    names = (*("replicate", "shard")[2 - len(dp_shape) :], "tp")
+    mesh = init_device_mesh("cpu", (*dp_shape, tp), mesh_dim_names=names)
+    torch.manual_seed(0)
+    reference = Model() if dtype else Model().double()
+    batches = torch.randint(0, 11, (3, mesh.size() // tp, 2, 5), generator=torch.Generator().manual_seed(1))
+    mine = batches[:, rank // tp]
+    store = ops.WeightGradients()
+    results = []
+    for waits in (store, None):
+        model = _sharded(reference, mesh, names, tp, zero3, recompute, dtype, waits)
+        with _gathers() as gathers:
+            losses = [model(ids) for ids in mine]  # F F F
+        assert gathers
+        for i, loss in enumerate(losses):  # I I I, or B B B
+            with store.deferring(i) if waits else contextlib.nullcontext():
+                loss.backward()
+        if waits:
+            if zero3:
+                for unit in [*model.blocks, model]:
+                    unit.reshard()
+            with _gathers() as gathers:
+                for i in range(3):  # W W W
+                    assert store.run(i) == 7
+                    _keep(model)
+            assert not gathers, "a weight product gathered parameters"
+        _reduce(model)
+        results.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    got, at_once = results
+    # In fp32 sums of bf16 gradients, or in fp64: the same additions in the same order.
+    assert all(torch.equal(got[n], at_once[n]) for n in got)
     replicas = [None] * dist.get_world_size()
     dist.all_gather_object(replicas, {name: g.sum().item() for name, g in got.items()})
     assert all(r == replicas[0] for r in replicas)
+    if dtype is None:
+        for ids in batches:
+            reference(ids.flatten(0, 1)).backward()
+        assert_same_gradients(got, {name: p.grad for name, p in reference.named_parameters()}, tol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -196,20 +230,14 @@ def _expert_shards(rank):
     rows, mine = (x[:2], ends[:2]) if rank == 0 else (x[2:], ends[2:] - 2)
     for defer in (False, True):
         store = ops.WeightGradients()
-        p = nn.Parameter(distribute_tensor(w, mesh, [Shard(0)]))
-        y = ops.grouped_matmul(rows, p.to_local(grad_placements=p.placements).transpose(1, 2), mine, store)
-        if defer:
-            y = ops.grouped_matmul(rows, distribute_tensor(w.transpose(1, 2), mesh, [Shard(0)]).requires_grad_(), mine)
-            q = nn.Parameter(distribute_tensor(w.transpose(1, 2).contiguous(), mesh, [Shard(0)]))
-            y = ops.grouped_matmul(rows, q, mine, store)
-            with store.deferring(0):
-                y.square().sum().backward()
-            assert q.grad is None and store.run(0) == 1
-            got = q.grad.full_tensor().transpose(1, 2)
-        else:
+        p = nn.Parameter(distribute_tensor(w.transpose(1, 2).contiguous(), mesh, [Shard(0)]))
+        y = ops.grouped_matmul(rows, p, mine, store)
+        with store.deferring(0) if defer else contextlib.nullcontext():
             y.square().sum().backward()
-            got = p.grad.full_tensor()
-        torch.testing.assert_close(got, full.grad)
+        assert (p.grad is None) == defer
+        if defer:
+            assert store.run(0) == 1
+        torch.testing.assert_close(p.grad.full_tensor().transpose(1, 2), full.grad)
 
 
 @pytest.mark.parametrize("check", [_local_products, _partial_gradients, _expert_shards])

@@ -45,11 +45,11 @@ def _leaf(*shape, dtype=torch.float32, grad=True):
 @pytest.mark.parametrize("shape", [(7, 48), (2, 33, 48), (2, 3, 5, 48), (48,), (0, 48), (2, 0, 48)])
 def test_linear_is_bit_equal_to_torch_at_once_and_deferred(shape):
     torch.manual_seed(0)
+    store = WeightGradients()
     for dtype, bias in itertools.product(DTYPES, (False, True)):
         x, w = _leaf(*shape, dtype=dtype), _leaf(65, 48, dtype=dtype)
         b = _leaf(65, dtype=dtype) if bias else None
         want = _results(F.linear, x, w, b)
-        store = WeightGradients()
         _equal(_results(lambda *t: linear(*t, store), x, w, b), want)
         _equal(_results(lambda *t: linear(*t, store), x, w, b, store=store), want)
         if dtype != torch.float64:
@@ -77,8 +77,8 @@ def test_linear_with_non_contiguous_operands():
 
 
 def test_matmul_and_batched_matmul():
+    store = WeightGradients()
     for dtype in DTYPES:
-        store = WeightGradients()
         for plain, ours, x, w in (
             (torch.matmul, matmul, _leaf(3, 7, 16, dtype=dtype), _leaf(16, 24, dtype=dtype)),
             (torch.bmm, batched_matmul, _leaf(3, 7, 16, dtype=dtype), _leaf(3, 16, 24, dtype=dtype)),
@@ -125,10 +125,9 @@ def _by_hand(x, w, ends):
 @pytest.mark.parametrize("ends", [[3, 3, 7], [0, 0, 0], [0, 9, 9], [2, 4, 9]])
 @pytest.mark.parametrize("outputs", [16, 5])
 def test_grouped_in_fp64_odd_widths_and_past_the_last_end(ends, outputs):
-    ends = torch.tensor(ends, dtype=torch.int32)
+    ends, store = torch.tensor(ends, dtype=torch.int32), WeightGradients()
     for rows, dtype in ((9, torch.float64), (9, torch.float32), (int(ends[-1]), torch.float32)):
         x, w = _leaf(rows, 16, dtype=dtype), _leaf(3, 16, outputs, dtype=dtype)
-        store = WeightGradients()
         want = _results(lambda a, v: _by_hand(a, v, ends), x, w)
         for s in (None, store):
             for g, r in zip(_results(lambda a, v: grouped_matmul(a, v, ends, store), x, w, store=s), want):
