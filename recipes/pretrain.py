@@ -1,0 +1,181 @@
+"""Trains a small Qwen3 from scratch on text, over the data axis, and writes an ordinary Hugging Face folder.
+
+    torchrun --nproc-per-node 4 recipes/pretrain.py
+    python recipes/pretrain.py --text my_texts/ --steps 2000 --hidden 256 --layers 6
+
+Without --text it reads the sources of the installed Python standard library. Tokens are bytes, so losses are in nats
+per byte. On two CPU cores it takes about two minutes; with a GPU for each rank it uses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
+from dtensor_5d.loader import (
+    END,
+    VOCABULARY,
+    PackedLoader,
+    read_documents,
+    split_documents,
+    tokenize,
+    write_byte_tokenizer,
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", help="a file or a folder; default: the Python standard library")
+    add("--out", default="out/pretrain", help="the Hugging Face folder to write (default %(default)s)")
+    add("--steps", type=int, default=400)
+    add("--rows", type=int, default=16, help="sequences in a global batch")
+    add("--sequence", type=int, default=128, help="bytes in a sequence")
+    add("--hidden", type=int, default=128, help="model size, a multiple of 64")
+    add("--layers", type=int, default=4)
+    add("--lr", type=float, default=4e-3)
+    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--seed", type=int, default=0)
+    add("--dp-shard", type=int, default=-1, help="ranks that share the parameters (default: all that are left)")
+    add("--dp-replicate", type=int, default=1, help="copies of such a group")
+    add("--zero", type=int, default=3, choices=(1, 2, 3))
+    add("--microbatches", type=int, default=1)
+    add("--peak-tflops", type=float, help="peak of one rank, for the MFU (default: that of a measured matrix product)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 64,
+        head_dim=32, max_position_embeddings=max(1024, args.sequence), tie_word_embeddings=True,
+        bos_token_id=END, eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    degrees = Degrees(dp_shard=args.dp_shard, dp_replicate=args.dp_replicate)
+    plan = plan_for(
+        config, degrees, zero=args.zero, microbatches=args.microbatches, precision="bf16" if device == "cuda" else None
+    )
+    mesh = build_mesh(degrees, device)
+    console = Console(quiet=dist.get_rank() > 0)
+    console.print(str(plan))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    run = parallelize(model, plan, mesh)
+    run.init_weights(seed=args.seed)
+
+    train, held_out = map(tokenize, split_documents(read_documents(args.text), 0.02, seed=args.seed))
+    share: dict[str, Any] = dict(data_rank=run.data_rank, data_size=run.data_size, sequence_length=args.sequence)
+    batches = PackedLoader(train, batch_size=args.rows, seed=args.seed, **share)
+    unseen = PackedLoader(held_out, batch_size=min(64, len(held_out.tokens) // args.sequence), **share)
+    console.print(f"{len(train.tokens):,} bytes to train on, {len(held_out.tokens):,} held out")
+
+    optimizer = torch.optim.AdamW(run.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args.steps))
+    peak = dist.get_world_size() * (args.peak_tflops * 1e12 if args.peak_tflops else measured_peak(device))
+    tokens = args.rows * args.sequence
+    flops = tokens * flops_per_token(config, sum(p.numel() for p in run.parameters()), args.sequence)
+    console.print(f"{flops / 1e9:.1f} GFLOP a step, peak of all ranks {peak / 1e12:.2f} TFLOP/s")
+
+    with progress(console, args.steps) as show:
+        for step, batch in enumerate(batches.steps(args.steps), 1):
+            loss = run.step(batch)
+            norm = run.clip_grad_norm_(args.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            show(step, loss, norm, tokens, flops / peak)
+
+    loss_held_out, count = run.evaluate(itertools.islice(unseen, 8))
+    run.save_pretrained(args.out)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        write_byte_tokenizer(args.out)
+        console.print(f"held out: {loss_held_out:.3f} nats per byte (over {count:,} bytes)")
+        console.print(f"saved: {Path(args.out).resolve()}\nwhat it writes:\n")
+        console.print(generate(args.out), markup=False, highlight=False)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """The factor of a step: up in 20 steps, then down along a cosine to a tenth."""
+    return min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
+
+
+def flops_per_token(config: Qwen3Config, parameters: int, sequence: int) -> float:
+    """Forward and backward: 6 for each parameter of a product (the tied head once) and causal attention."""
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence / 2
+    return 6 * parameters + attention
+
+
+def measured_peak(device: str) -> float:
+    """FLOP/s of one rank's matrix product while all ranks do the same."""
+    n, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(4):
+            c = a @ b
+        c[0, 0].item()  # waits for the device
+        best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * n**3 / best
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Any]:
+    """A bar in a terminal, a line now and then elsewhere: loss, gradient norm, tokens per second, MFU."""
+    columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
+               TimeRemainingColumn()]  # fmt: skip
+    every = max(1, steps // 20)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps)
+        mark = [0, time.perf_counter()]
+
+        def show(step: int, loss: torch.Tensor, norm: torch.Tensor, tokens: int, seconds_at_peak: float) -> None:
+            if step % every and step != steps:
+                bar.advance(task)
+                return
+            now = time.perf_counter()
+            rate = (step - mark[0]) / (now - mark[1])
+            mark[:] = step, now
+            text = (f"loss {loss.item():.3f}  norm {norm.item():.2f}  {rate * tokens:,.0f} tokens/s  "
+                    f"MFU {rate * seconds_at_peak:.1%}")  # fmt: skip
+            bar.update(task, advance=1, description=text)
+            if not console.is_terminal:
+                console.print(f"step {step}/{steps}  {text}", highlight=False)
+
+        yield show
+
+
+def generate(folder: str) -> str:
+    """What the saved model writes, loaded as any Hugging Face model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    prompt = tokenizer("def ", return_tensors="pt")
+    return tokenizer.decode(model.generate(**prompt, max_new_tokens=160, do_sample=True, temperature=0.7)[0])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PlanError as error:
+        sys.exit(f"pretrain.py: {error}")
