@@ -84,16 +84,13 @@ class Run:
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=device)
-        try:
+        with self._parts.data.window():
             for number, micro in enumerate(window):
                 self._parts.data.micro_batch(is_last=number + 1 == most)
                 with self._parts.streams.of(self._windows, number):
                     part = self._loss_of(micro, loss, tokens)
                     part.backward()
                 total += part.detach()
-        except BaseException:
-            self._parts.data.recover()
-            raise
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
         return self._summed(total).to(torch.promote_types(self._dtype, torch.float32))

@@ -192,6 +192,34 @@ def test_clipping_scales_to_the_norm_and_returns_the_old_one():
     assert "max_norm=0.0" in said
 
 
+def _called_by_hand(rank, zero, grad):
+    run = _run(zero=zero)
+    alone = tiny_model("llama", **TINY)
+    optim, optim_alone = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (run, alone))
+    batches = [rows(r, 2, 8, VOCAB) for r in range(2)]
+    tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    worst = []
+    for _ in range(2):
+        run.step(batches[rank])
+        for b in batches:
+            alone(**b, use_cache=False, num_items_in_batch=tokens).loss.backward()
+        for each in (optim, optim_alone):
+            with torch.set_grad_enabled(grad):  # what it gathers must not outlive the optimizer's step
+                run.model(input_ids=batches[rank]["input_ids"], use_cache=False)
+            each.step()
+            each.zero_grad()
+        ids = batches[rank]["input_ids"]
+        with torch.no_grad():
+            got, want = (m(input_ids=ids, use_cache=False).logits for m in (run.model, alone))
+        worst.append((got - want).abs().max().item())
+    return max(worst)
+
+
+@pytest.mark.parametrize("zero, grad", [(3, False), (2, False), (2, True)])
+def test_the_model_can_be_called_by_hand_and_never_sees_old_weights(zero, grad):
+    assert max(run_ranks(2, _called_by_hand, zero, grad)) < 1e-4
+
+
 # --- mistakes
 
 

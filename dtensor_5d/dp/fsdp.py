@@ -129,9 +129,30 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, *, zero: int, grad_reduce: str) -> None:
         self._root = model if isinstance(model, FSDPModule) else None
-        self._model = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._keep = zero < 3
         self._once = grad_reduce == "window"
+        self._steering = False
+        if self._root is not None:
+            model.register_forward_pre_hook(self._fresh, prepend=True)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Around the micro-batches between two optimizer steps.
+
+        After an exception the gradients of this window are not to be used; the next window starts clean.
+        """
+        self.reshard()
+        self._steering = True
+        try:
+            yield
+        except BaseException:
+            if self._root is not None:
+                self._root.reset_iter_state()
+                self.micro_batch(is_last=True)
+            raise
+        finally:
+            self._steering = False
 
     def micro_batch(self, is_last: bool) -> None:
         """Before the forward of a micro-batch: what its backward reduces and which parameters stay gathered."""
@@ -145,21 +166,23 @@ class DataParallel:
     @contextmanager
     def forward_only(self) -> Iterator[None]:
         """Around forwards without backward: afterwards every parameter is a stored shard again."""
+        self.reshard()
+        self._steering = True
         try:
             yield
         finally:
+            self._steering = False
             self.reshard()
 
     def reshard(self) -> None:
         """Frees gathered parameters."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._units:
+            module.reshard()
 
-    def recover(self) -> None:
-        """After an exception inside a window: gradients of that window are lost, the next window starts clean."""
-        if self._root is not None:
-            self._root.reset_iter_state()
+    def _fresh(self, *_: object) -> None:
+        """A forward that the user calls must not see parameters gathered before the last optimizer step."""
+        if not self._steering:
+            self.reshard()
 
 
 def _policies(precision: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
