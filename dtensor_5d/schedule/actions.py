@@ -41,7 +41,7 @@ class Action(NamedTuple):
     stage: int
     kind: str
     microbatch: int | None = None
-    parts: tuple[Action, ...] = ()  # type: ignore[misc]  # mypy cannot express a recursive named tuple
+    parts: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
         if self.parts:
@@ -98,7 +98,8 @@ def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
             try:
                 row.append(Action.parse(word))
             except PlanError as error:
-                bad += [Violation(f"rank {rank}, cell {cell}: {v.asked}", v.required, v.change) for v in error.violations]
+                place = f"rank {rank}, cell {cell}"
+                bad += [Violation(f"{place}: {v.asked}", v.required, v.change) for v in error.violations]
         table.append(tuple(row))
     if not table:
         bad.append(Violation("an empty schedule", "a CSV holds one line for each rank", "write at least one line"))

@@ -7,11 +7,13 @@ nothing depends on the clock, so that every rank finds the same schedule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.data import Schedule
-from dtensor_5d.schedule.lanes import Cell, EPSILON, Found, Problem
+from dtensor_5d.schedule.lanes import EPSILON, Found, Problem
 from dtensor_5d.schedule.listing import Policy, list_schedule
+from dtensor_5d.schedule.polish import polish
 from dtensor_5d.schedule.rounds import straight_rounds
 from dtensor_5d.schedule.search import Search
 from dtensor_5d.schedule.simulate import simulate
@@ -19,8 +21,11 @@ from dtensor_5d.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = ["zb_auto"]
 
-BUDGET = 600_000
-"""Actions laid in one search: about one second. One schedule of 8 ranks and 32 micro-batches has 768."""
+BUDGET = 1_000_000, 600, 4_000_000
+"""Actions laid in one search: at least, schedules' worth, at most. About a second for 8 ranks, 32 micro-batches."""
+
+KEPT = 12
+"""How many of the best schedules to polish."""
 
 _FILLS = ((True, True), (True, False), (False, True), (False, False))
 _POLICIES = tuple(
@@ -33,7 +38,7 @@ _POLICIES = tuple(
 
 def zb_auto(problem: Problem) -> list[list[Action]]:
     """The schedule with the shortest span that the search comes upon. `problem.limit` must be at least 1."""
-    search = Search(problem, BUDGET)
+    search = Search(problem, min(max(BUDGET[0], BUDGET[1] * problem.size), BUDGET[2]))
     for table in (zb_h1(problem.ranks, problem.microbatches), zb_h2(problem.ranks, problem.microbatches)):
         search.offer(_measured(problem, table))
     starts: list[tuple[tuple[float, float, float], tuple[int, ...]]] = []
@@ -44,7 +49,10 @@ def zb_auto(problem: Problem) -> list[list[Action]]:
         _descend(search, ahead)
     for policy in _POLICIES:
         for ahead in _head_starts(problem):
-            search.attempt(lambda allowed: list_schedule(problem, ahead, policy, allowed))  # noqa: B023  # used at once
+            search.attempt(partial(list_schedule, problem, ahead, policy))
+    distinct = {found.rows: found for found in search.kept}.values()
+    for found in sorted(distinct, key=lambda f: f.key)[:KEPT]:
+        polish(search, found)
     assert search.best is not None
     return search.best.table()
 
@@ -52,14 +60,14 @@ def zb_auto(problem: Problem) -> list[list[Action]]:
 def _try_rounds(search: Search, ahead: Sequence[int]) -> Found | None:
     best: Found | None = None
     for fill in _FILLS:
-        found = search.attempt(lambda allowed: straight_rounds(search.problem, ahead, fill, allowed))  # noqa: B023
+        found = search.attempt(partial(straight_rounds, search.problem, ahead, fill))
         if found and (best is None or found.key < best.key):
             best = found
     return best
 
 
 def _descend(search: Search, ahead: tuple[int, ...]) -> None:
-    """Move the head start of one rank at a time, and of those that must follow, while that helps."""
+    """Move the head starts by one, of one rank or of all on one side of it, while that helps."""
     problem = search.problem
     most = min(problem.microbatches, int(problem.limit + EPSILON))
     found = _try_rounds(search, ahead)
@@ -67,20 +75,22 @@ def _descend(search: Search, ahead: tuple[int, ...]) -> None:
     while moved and not search.over:
         moved = False
         for rank in range(problem.ranks):
-            for step in (1, -1):
-                to = ahead[rank] + step
-                if not 1 <= to <= most:
-                    continue
-                changed = tuple(
-                    max(x, to) if r <= rank and step > 0 else min(x, to) if r >= rank and step < 0 else x
-                    for r, x in enumerate(ahead)
-                )
-                if changed in tried:
+            for changed in _changes(ahead, rank, most):
+                if changed in tried or search.over:
                     continue
                 tried.add(changed)
                 found = _try_rounds(search, changed)
                 if found and (best is None or found.key < best):
                     best, ahead, moved = found.key, changed, True
+
+
+def _changes(ahead: tuple[int, ...], rank: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Head starts near `ahead`; no rank may have a longer one than the rank before it."""
+    for step in (1, -1):
+        to = max(1, min(most, ahead[rank] + step))
+        side = range(rank + 1) if step > 0 else range(rank, len(ahead))
+        yield tuple(max(1, min(most, x + step)) if r in side else x for r, x in enumerate(ahead))
+        yield tuple((max(x, to) if step > 0 else min(x, to)) if r in side else x for r, x in enumerate(ahead))
 
 
 def _head_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -113,6 +123,6 @@ def _measured(problem: Problem, table: list[list[Action]]) -> Found | None:
     timeline = simulate(schedule, problem.costs)
     if max(timeline.peak_activations) > problem.limit + EPSILON:
         return None
-    cells = tuple(tuple(Cell(a.kind, a.stage, a.microbatch or 0) for a in row) for row in rows)
+    cells = tuple(tuple((a.kind, a.stage, a.microbatch or 0) for a in row) for row in rows)
     idle = tuple(x / problem.unit for x in timeline.bubbles)
     return Found(max(timeline.spans) / problem.unit, timeline.makespan / problem.unit, sum(idle), idle, cells)

@@ -156,8 +156,8 @@ def _check_request(
         bad.append(Violation(f"chunks={chunks} with schedule={name!r}", f"it has {shape.chunks} a rank", change))
     step = 2 if shape.even else 1
     if shape.even and ranks % 2:
-        near = f"use ranks={ranks + 1}" + (f" or {ranks - 1}" if ranks > 1 else "")
-        bad.append(Violation(f"ranks={ranks} with schedule={name!r}", "ranks must be even: they work in pairs", near))
+        change = f"use ranks={ranks + 1}" + (f" or {ranks - 1}" if ranks > 1 else "")
+        bad.append(Violation(f"ranks={ranks} with schedule={name!r}", "ranks must be even: they work in pairs", change))
     least = shape.least_per_rank * (ranks + ranks % step)
     if microbatches < least:
         required = f"needs at least 2 for each rank: {least}"

@@ -55,6 +55,7 @@ def _complete(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
     # What has been done to a (stage, micro-batch): nothing, F, I, all.
     step = {"F": (0, 1), "I": (1, 2), "W": (2, 3), "B": (1, 3)}
     state: dict[int, int] = {}
+    seen_by = [schedule.microbatches_of(s) for s in range(stages)]
     for cell, action in enumerate(row):
         for stage, kind, mb, _ in action.parts or (action,):
             if stage >= stages or rank_of[stage] != rank:
@@ -62,18 +63,16 @@ def _complete(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
                 _fail(schedule, rank, cell, f"stage {stage} lives on {home}", "move or remove the action")
             if kind not in step:
                 continue
-            if mb not in schedule.microbatches_of(stage):
-                have = schedule.microbatches_of(stage)
+            have = seen_by[stage]
+            if mb is None or mb not in have:
                 required = f"stage {stage} sees micro-batches {have.start} to {have.stop - 1}"
                 _fail(schedule, rank, cell, required, "correct the number")
             key = stage * count + mb
             needed, made = step[kind]
             if state.get(key, 0) != needed:
                 done = ("nothing", "F", "F and I", "all")[state.get(key, 0)]
-                required = (
-                    f"{kind} of stage {stage}, micro-batch {mb} comes once, after {('nothing', 'F', 'F and I')[needed]};"
-                    f" done so far: {done}"
-                )
+                after = ("nothing", "F", "F and I")[needed]
+                required = f"{kind} of stage {stage}, micro-batch {mb} comes once, after {after}; done so far: {done}"
                 _fail(schedule, rank, cell, required, "remove or move one of the actions")
             state[key] = made
     missing = []
@@ -129,7 +128,8 @@ def _local_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
             elif kind in ("F", "I", "B"):
                 letter = "F" if kind == "F" else "B"
                 source = schedule.before(stage) if kind == "F" else schedule.after(stage)
-                if source is not None and schedule.rank_of[source] != rank and ("RECV_" + letter, stage, mb) not in seen:
+                far = source is not None and schedule.rank_of[source] != rank
+                if far and ("RECV_" + letter, stage, mb) not in seen:
                     _fail(schedule, rank, cell, f"its input arrives by {stage}RECV_{letter}{mb}", "receive it before")
                 if gathers and stage not in gathered:
                     _fail(schedule, rank, cell, f"the parameters of stage {stage} are not gathered here", "UNSHARD")
@@ -171,7 +171,8 @@ def _all_sent(schedule: Schedule, rank: int, stage: int, seen: set[tuple[str, in
         for mb in schedule.microbatches_of(stage):
             if (kind, stage, mb) not in seen:
                 cell = len(schedule.table[rank])
-                _fail(schedule, rank, cell, f"{stage}{kind}{mb} is missing", "send every result that another rank reads")
+                change = "send every result that another rank reads"
+                _fail(schedule, rank, cell, f"{stage}{kind}{mb} is missing", change)
 
 
 def _rendezvous(schedule: Schedule) -> None:

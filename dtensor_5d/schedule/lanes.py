@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.costs import Costs
@@ -12,6 +11,9 @@ from dtensor_5d.schedule.costs import Costs
 __all__ = ["Found", "Lanes", "Problem"]
 
 EPSILON = 1e-9
+
+Cell = tuple[str, int, int]
+"""An action before it becomes one: kind, stage, micro-batch."""
 
 
 class Problem:
@@ -68,14 +70,6 @@ class Found:
         return [[Action(stage, kind, mb) for kind, stage, mb in row] for row in self.rows]
 
 
-class Cell(NamedTuple):
-    """An action before it becomes one."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
 class Lanes:
     """The state of all ranks while a schedule grows.
 
@@ -125,25 +119,28 @@ class Lanes:
         self.clock[rank] = max(self.clock[rank], until)
 
     def put_f(self, stage: int, start: float) -> None:
-        rank = self.problem.rank_of[stage]
-        self._begin(rank, start)
-        self.rows[rank].append(Cell("F", stage, len(self.ends_f[stage])))
-        self.clock[rank] += self.problem.forward[stage]
-        self.ends_f[stage].append(self.clock[rank])
+        rank, ends = self.problem.rank_of[stage], self.ends_f[stage]
+        if start > self.clock[rank] or self.first[rank] is None:
+            self._begin(rank, start)
+        self.rows[rank].append(("F", stage, len(ends)))
+        self.clock[rank] = end = self.clock[rank] + self.problem.forward[stage]
+        ends.append(end)
         self.held[rank] += 1.0
 
     def put_i(self, stage: int, start: float) -> None:
-        rank, k = self.problem.rank_of[stage], len(self.ends_i[stage])
-        self._begin(rank, start)
-        self.rows[rank].append(Cell("I", stage, k))
-        self.clock[rank] += self.problem.input[stage]
-        self.ends_i[stage].append(self.clock[rank])
+        rank, ends = self.problem.rank_of[stage], self.ends_i[stage]
+        if start > self.clock[rank]:
+            self._begin(rank, start)
+        k = len(ends)
+        self.rows[rank].append(("I", stage, k))
+        self.clock[rank] = end = self.clock[rank] + self.problem.input[stage]
+        ends.append(end)
         self.held[rank] -= self.problem.release[stage]
         self.pending[rank].append((stage, k))
 
     def put_w(self, rank: int) -> None:
         stage, k = self.pending[rank].popleft()
-        self.rows[rank].append(Cell("W", stage, k))
+        self.rows[rank].append(("W", stage, k))
         self.clock[rank] += self.problem.weight[stage]
         self.held[rank] -= 1.0 - self.problem.release[stage]
 
@@ -152,6 +149,8 @@ class Lanes:
 
         Those that fit go in. With `more`, one that does not fit goes in too, unless the rank has room to idle.
         """
+        if until <= self.clock[rank]:
+            return
         pending, weight = self.pending[rank], self.problem.weight
         while pending and until - self.clock[rank] >= weight[pending[0][0]] - EPSILON:
             self.put_w(rank)

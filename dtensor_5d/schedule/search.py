@@ -15,6 +15,8 @@ class Search:
     def __init__(self, problem: Problem, budget: int) -> None:
         self.problem, self.left = problem, budget
         self.best: Found | None = None
+        self.kept: list[Found] = []
+        """The best of every attempt."""
         busy = [0.0] * problem.ranks
         for stage, rank in enumerate(problem.rank_of):
             busy[rank] += problem.forward[stage] + problem.input[stage] + problem.weight[stage]
@@ -43,4 +45,6 @@ class Search:
                 break
             best, allowed = found, found.idle
             self.offer(found)
+        if best is not None:
+            self.kept.append(best)
         return best

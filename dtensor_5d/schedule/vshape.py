@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.lanes import EPSILON, Problem
@@ -19,8 +20,8 @@ from dtensor_5d.schedule.search import Search
 
 __all__ = ["v_half_limit", "v_min_limit", "v_schedule", "zbv_limit"]
 
-BUDGET = 400_000
-"""Actions laid in one search: about two seconds. A schedule of 8 ranks and 24 micro-batches has 1152."""
+BUDGET = 150_000, 60
+"""Actions laid in one search: so many, or so many schedules' worth. Half a second for 8 ranks, 24 micro-batches."""
 
 _FILLS = ((True, True), (True, False), (False, True), (False, False))
 # What is urgent, in the order in which the orders have won.
@@ -47,25 +48,25 @@ def v_min_limit(ranks: int) -> int:
 
 def v_schedule(problem: Problem) -> list[list[Action]] | None:
     """The V with the shortest span that the search comes upon; None if none keeps within `problem.limit`."""
-    search = Search(problem, BUDGET)
+    search = Search(problem, max(BUDGET[0], BUDGET[1] * problem.size))
     for fill in _FILLS:
-        search.attempt(lambda allowed: v_rounds(problem, fill, allowed))  # noqa: B023  # used at once
+        search.attempt(partial(v_rounds, problem, fill))
     if search.best and problem.limit >= zbv_limit(problem.ranks):
         return search.best.table()
     for hops in (2, 3):
         for orders in itertools.islice(blocks(problem.ranks, problem.microbatches, hops), 2):
             for fill in _FILLS:
-                search.attempt(lambda allowed: follow(problem, orders, fill, allowed))  # noqa: B023
+                search.attempt(partial(follow, problem, orders, fill))
     # A schedule that keeps the limit even if only W lets go keeps it for any share that I lets go, and greedy choices
     # are not always better for having more memory: try both.
     strict = Problem(problem.rank_of, problem.microbatches, problem.costs, problem.limit, (0.0,) * problem.stages)
     kinds = (strict, problem) if min(problem.release) >= 0 else (problem,)
-    for hold, share in ((0.0, None), (0.3, None), (0.6, None), (0.3, 1.0), (0.0, 1.0), (0.0, 0.0)):
+    for hold, share in ((0.3, None), (0.0, None), (0.6, None), (0.3, 1.0), (0.0, 1.0), (0.0, 0.0)):
         for order in _ORDERS:
             policy = Policy(order, hold, share)
             for caps in _caps(problem):
                 for kind in kinds:
-                    search.attempt(lambda allowed: list_schedule(kind, caps, policy, allowed))  # noqa: B023
+                    search.attempt(partial(list_schedule, kind, caps, policy))
     return search.best.table() if search.best else None
 
 
