@@ -189,5 +189,6 @@ def test_importing_the_planner_is_quick_and_loads_no_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "print(spent)"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(5)]
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(5)]
     assert min(float(r.stdout) for r in runs) < 0.05

@@ -1,4 +1,4 @@
-"""The memory of a rank: exact where it can be counted, monotone where it must be, and refused where it makes no sense."""
+"""The memory of a rank: exact where it can be counted, monotone where it must be, refused where it makes no sense."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def distributed(count: int, ranks: int) -> float:
 
 @pytest.mark.parametrize(("pp", "latent", "dp", "want"), [(2, 0, 16, 3195), (1, 4, 16, 5382)])
 def test_megatron_unit_values(pp, latent, dp, want):
-    """h 8, ffn 16, 4 experts of 16, shared 8, two layers of which the second has experts, V 32 tied, TP 2, EP 2, ETP 4."""
+    """h 8, ffn 16, 4 experts of 16, shared 8, two layers, the second with experts, V 32 tied, TP 2, EP 2, ETP 4."""
     dense, shared = parts(tiny_arcee(16)), parts(tiny_arcee(8))
     norms, router, final = 2 * dense["norm"], 4 * 8, 8
     assert (dense["attention"], dense["mlp"], shared["mlp"], norms) == (256, 256, 128, 32)
