@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from dtensor_5d.errors import PlanError, Violation
@@ -133,11 +132,15 @@ class Fields:
         return bad
 
 
-def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+def read_config(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
     """The language model's part of a config: a dict, a `config.json` or a folder with one; also inside `text_config`.
 
     Errors: `PlanError` for a path without a config and for text that is none.
     """
+    # Only who reads a file pays for these imports.
+    import json
+    from pathlib import Path
+
     if isinstance(source, Mapping):
         raw: Any = dict(source)
     else:

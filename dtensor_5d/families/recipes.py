@@ -6,7 +6,7 @@ A rule that is a string names the field of the config that decides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["RECIPES", "Moe", "Recipe", "recipe_for"]
@@ -78,221 +78,227 @@ class Recipe:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LLAMA = Recipe()
+def _with(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    # Plain dicts, made into a `Recipe` when asked for: 69 of them would cost the import 10 ms.
+    return {**base, **changes}
+
+
+_LLAMA: dict[str, Any] = {}
 _BIASED: dict[str, Any] = dict(qkv_bias="attention_bias", out_bias="attention_bias")
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _FOUR_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-_GPT = Recipe(
+_GPT = dict(
     root="transformer", layers="h", embed="wte", final_norm="ln_f", norm="layer", norms=("ln_1", "ln_2"),
     attention="attn", kv="heads", mlp_bias=True, inner="n_inner|4",
 )  # fmt: skip
-_FUSED_QKV = Recipe(
+_FUSED_QKV = dict(
     root="transformer", layers="h", embed="word_embeddings", final_norm="ln_f", norm="layer",
     attention="self_attention", qkv=("query_key_value",), out="dense", kv="heads",
     mlp_names=("dense_h_to_4h", "dense_4h_to_h"),
 )  # fmt: skip
-_GEMMA = replace(_LLAMA, norm="gemma", defaults={"head_dim": 256, **_TIED}, **_BIASED)
-_GEMMA2 = replace(_GEMMA, norms=_FOUR_NORMS, pattern=2)
-_GEMMA3 = replace(
+_GEMMA = _with(_LLAMA, norm="gemma", defaults={"head_dim": 256, **_TIED}, **_BIASED)
+_GEMMA2 = _with(_GEMMA, norms=_FOUR_NORMS, pattern=2)
+_GEMMA3 = _with(
     _GEMMA2, qk_norm="head", pattern=6,
-    defaults={**_GEMMA.defaults, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
+    defaults={**_GEMMA["defaults"], "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
 )  # fmt: skip
-_MOE_LOCAL = Moe(inner="intermediate_size")
-_DEEP = Moe(when="first_k", shared="shared_experts", shared_count="n_shared_experts", fp32_router=True)
-_DEEPSEEK = replace(_LLAMA, mla=True, moe=_DEEP, **_BIASED)
-_QWEN_MOE = Moe(when="step")
+_MOE_LOCAL = dict(inner="intermediate_size")
+_DEEP = dict(when="first_k", shared="shared_experts", shared_count="n_shared_experts", fp32_router=True)
+_DEEPSEEK = _with(_LLAMA, mla=True, moe=_DEEP, **_BIASED)
+_QWEN_MOE = dict(when="step")
 
-RECIPES: Mapping[str, Recipe] = {
-    "llama": replace(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
+RECIPES: Mapping[str, dict[str, Any]] = {
+    "llama": _with(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
     "mistral": _LLAMA,
     "ministral": _LLAMA,
-    "qwen2": replace(_LLAMA, qkv_bias=True),
-    "qwen3": replace(_LLAMA, qk_norm="head", defaults={"head_dim": 128}, **_BIASED),
+    "qwen2": _with(_LLAMA, qkv_bias=True),
+    "qwen3": _with(_LLAMA, qk_norm="head", defaults={"head_dim": 128}, **_BIASED),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "gemma3n_text": replace(_GEMMA3, pattern=5),
-    "gemma4_text": replace(_GEMMA3, pattern=6),
-    "vaultgemma": replace(_GEMMA2, norms=("input_layernorm", "pre_feedforward_layernorm")),
-    "phi": replace(
+    "gemma3n_text": _with(_GEMMA3, pattern=5),
+    "gemma4_text": _with(_GEMMA3, pattern=6),
+    "vaultgemma": _with(_GEMMA2, norms=("input_layernorm", "pre_feedforward_layernorm")),
+    "phi": _with(
         _LLAMA, norm="layer", norms=("input_layernorm",), final_norm="final_layernorm", out="dense", qkv_bias=True,
         out_bias=True, qk_norm="layer", qk_norm_if="qk_layernorm", qk_names=("q_layernorm", "k_layernorm"),
         mlp_names=("fc1", "fc2"), mlp_bias=True, head_bias=True, parallel=True,
     ),
-    "phi3": replace(_LLAMA, qkv=("qkv_proj",), mlp_names=("gate_up_proj", "down_proj"), mlp_fused=True),
-    "olmo": replace(_LLAMA, norm="none", **_BIASED),
-    "olmo2": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", **_BIASED),
-    "olmo3": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", pattern=4, **_BIASED),
-    "gpt2": replace(
+    "phi3": _with(_LLAMA, qkv=("qkv_proj",), mlp_names=("gate_up_proj", "down_proj"), mlp_fused=True),
+    "olmo": _with(_LLAMA, norm="none", **_BIASED),
+    "olmo2": _with(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", **_BIASED),
+    "olmo3": _with(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", pattern=4, **_BIASED),
+    "gpt2": _with(
         _GPT, position="wpe", qkv=("c_attn",), out="c_proj", qkv_bias=True, out_bias=True, conv1d=True,
         mlp_names=("c_fc", "c_proj"), softmax="compute", defaults=_TIED,
     ),
-    "gpt_bigcode": replace(
+    "gpt_bigcode": _with(
         _GPT, position="wpe", qkv=("c_attn",), out="c_proj", qkv_bias=True, out_bias=True, kv="multi_query",
         mlp_names=("c_fc", "c_proj"), defaults={"multi_query": True, **_TIED},
     ),
-    "gptj": replace(
+    "gptj": _with(
         _GPT, norms=("ln_1",), out="out_proj", mlp_names=("fc_in", "fc_out"), head_bias=True, parallel=True
     ),
-    "gpt_neox": replace(
+    "gpt_neox": _with(
         _FUSED_QKV, root="gpt_neox", layers="layers", embed="embed_in", final_norm="final_layer_norm",
         attention="attention", mlp_bias=True, parallel="use_parallel_residual",
         defaults={"attention_bias": True, "use_parallel_residual": True}, **_BIASED,
     ),
-    "bloom": replace(
+    "bloom": _with(
         _FUSED_QKV, embed_norm="word_embeddings_layernorm", qkv_bias=True, out_bias=True, mlp_bias=True,
         inner="none|4", defaults=_TIED,
     ),
-    "falcon": replace(
+    "falcon": _with(
         _FUSED_QKV, softmax="compute", kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias",
-        inner="ffn_hidden_size|4", parallel="parallel_attn", defaults={"multi_query": True, "parallel_attn": True, **_TIED},
+        inner="ffn_hidden_size|4", parallel="parallel_attn",
+        defaults={"multi_query": True, "parallel_attn": True, **_TIED},
     ),
-    "opt": replace(
+    "opt": _with(
         _LLAMA, root="model.decoder", position="embed_positions", final_norm="final_layer_norm", norm="layer",
         norms=("self_attn_layer_norm", "final_layer_norm"), out="out_proj", qkv_bias="enable_bias",
         out_bias="enable_bias", kv="heads", mlp="", mlp_names=("fc1", "fc2"), mlp_bias="enable_bias", inner="ffn_dim",
         defaults={"enable_bias": True, **_TIED},
     ),
-    "smollm3": replace(_LLAMA, mlp_bias="mlp_bias", defaults=_TIED, **_BIASED),
-    "starcoder2": replace(
+    "smollm3": _with(_LLAMA, mlp_bias="mlp_bias", defaults=_TIED, **_BIASED),
+    "starcoder2": _with(
         _LLAMA, norm="layer", qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias",
         mlp_names=("c_fc", "c_proj"), defaults={"use_bias": True, **_TIED},
     ),
-    "stablelm": replace(
+    "stablelm": _with(
         _LLAMA, norm="layer", qkv_bias="use_qkv_bias", qk_norm="layer_heads", qk_norm_if="qk_layernorm",
         qk_names=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual",
     ),
-    "cohere": replace(
+    "cohere": _with(
         _LLAMA, norm="layer_plain", norms=("input_layernorm",), qk_norm="cohere_heads", qk_norm_if="use_qk_norm",
         parallel=True, defaults=_TIED, **_BIASED,
     ),
-    "cohere2": replace(
+    "cohere2": _with(
         _LLAMA, norm="layer_plain", norms=("input_layernorm",), parallel=True, pattern=4, defaults=_TIED, **_BIASED
     ),
-    "glm": replace(
+    "glm": _with(
         _LLAMA, qkv_bias="attention_bias", mlp_names=("gate_up_proj", "down_proj"), mlp_fused=True,
         defaults={"attention_bias": True, "head_dim": 128},
     ),
-    "glm4": replace(
+    "glm4": _with(
         _LLAMA, qkv_bias="attention_bias", mlp_names=("gate_up_proj", "down_proj"), mlp_fused=True,
         norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
         defaults={"attention_bias": True, "head_dim": 128},
     ),
-    "granite": replace(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
-    "helium": replace(_LLAMA, norm="gemma", mlp_bias="mlp_bias", qkv_bias="attention_bias"),
-    "nemotron": replace(_LLAMA, norm="layer", mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
-    "seed_oss": replace(
+    "granite": _with(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
+    "helium": _with(_LLAMA, norm="gemma", mlp_bias="mlp_bias", qkv_bias="attention_bias"),
+    "nemotron": _with(_LLAMA, norm="layer", mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
+    "seed_oss": _with(
         _LLAMA, qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "head_dim": 128},
     ),
-    "exaone4": replace(_LLAMA, norms=_POST_NORMS, qk_norm="head", pattern=4),
-    "hunyuan_v1_dense": replace(_LLAMA, qk_norm="head", qk_names=("query_layernorm", "key_layernorm"), **_BIASED),
-    "ernie4_5": replace(
+    "exaone4": _with(_LLAMA, norms=_POST_NORMS, qk_norm="head", pattern=4),
+    "hunyuan_v1_dense": _with(_LLAMA, qk_norm="head", qk_names=("query_layernorm", "key_layernorm"), **_BIASED),
+    "ernie4_5": _with(
         _LLAMA, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", defaults={"head_dim": 128, **_TIED}
     ),
-    "arcee": replace(_LLAMA, mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
-    "apertus": replace(
+    "arcee": _with(_LLAMA, mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
+    "apertus": _with(
         _LLAMA, norms=("attention_layernorm", "feedforward_layernorm"), qk_norm="head",
         mlp_names=("up_proj", "down_proj"), **_BIASED,
     ),
-    "internlm3": replace(
+    "internlm3": _with(
         _LLAMA, qkv_bias="qkv_bias", out_bias="bias", mlp_bias="bias",
     ),
-    "nanochat": replace(_LLAMA, norm="none", mlp_names=("fc1", "fc2"), **_BIASED),
-    "lfm2": replace(
+    "nanochat": _with(_LLAMA, norm="none", mlp_names=("fc1", "fc2"), **_BIASED),
+    "lfm2": _with(
         _LLAMA, final_norm="embedding_norm", norms=("operator_norm", "ffn_norm"), out="out_proj", qk_norm="head",
         qk_names=("q_layernorm", "k_layernorm"), mlp="feed_forward", mlp_names=("w1", "w3", "w2"), linear="conv",
         defaults=_TIED,
     ),
-    "qwen3_5_text": replace(
+    "qwen3_5_text": _with(
         _LLAMA, norm="gemma", qk_norm="head", attention_gate="q", linear="qwen3_5", pattern=4,
         defaults={"head_dim": 256}, **_BIASED,
     ),
     # experts
-    "mixtral": replace(_LLAMA, moe=_MOE_LOCAL),
-    "qwen2_moe": replace(
+    "mixtral": _with(_LLAMA, moe=_MOE_LOCAL),
+    "qwen2_moe": _with(
         _LLAMA, qkv_bias="qkv_bias", defaults={"qkv_bias": True},
-        moe=replace(
+        moe=_with(
             _QWEN_MOE, shared="shared_expert", shared_inner="shared_expert_intermediate_size", shared_gate=True
         ),
     ),
-    "qwen3_moe": replace(_LLAMA, qk_norm="head", moe=_QWEN_MOE, **_BIASED),
-    "olmoe": replace(_LLAMA, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
-    "flex_olmo": replace(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
-    "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias"),
+    "qwen3_moe": _with(_LLAMA, qk_norm="head", moe=_QWEN_MOE, **_BIASED),
+    "olmoe": _with(_LLAMA, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
+    "flex_olmo": _with(_LLAMA, norm="gemma", norms=_POST_NORMS, qk_norm="full", moe=_MOE_LOCAL, **_BIASED),
+    "deepseek_v2": _with(_DEEPSEEK, mlp_bias="mlp_bias"),
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": replace(_DEEPSEEK, indexer=True, defaults={"first_k_dense_replace": 3}),
-    "glm4_moe": replace(
+    "deepseek_v32": _with(_DEEPSEEK, indexer=True, defaults={"first_k_dense_replace": 3}),
+    "glm4_moe": _with(
         _LLAMA, qkv_bias="attention_bias", qk_norm="head", qk_norm_if="use_qk_norm", moe=_DEEP,
         defaults={"first_k_dense_replace": 1},
     ),
-    "glm4_moe_lite": replace(_DEEPSEEK, defaults={"first_k_dense_replace": 1}),
-    "dots1": replace(_LLAMA, qk_norm="head", moe=_DEEP, **_BIASED),
-    "solar_open": replace(_LLAMA, qkv_bias="attention_bias", moe=replace(_DEEP, when="always")),
-    "gpt_oss": replace(
+    "glm4_moe_lite": _with(_DEEPSEEK, defaults={"first_k_dense_replace": 1}),
+    "dots1": _with(_LLAMA, qk_norm="head", moe=_DEEP, **_BIASED),
+    "solar_open": _with(_LLAMA, qkv_bias="attention_bias", moe=_with(_DEEP, when="always")),
+    "gpt_oss": _with(
         _LLAMA, sinks=True, pattern=2, defaults={"attention_bias": True, "head_dim": 64},
-        moe=Moe(router="router", router_bias=True, inner="intermediate_size", transposed=True, expert_bias=True),
+        moe=dict(router="router", router_bias=True, inner="intermediate_size", transposed=True, expert_bias=True),
         **_BIASED,
     ),
-    "llama4_text": replace(
+    "llama4_text": _with(
         _LLAMA, mlp="feed_forward", inner="intermediate_size_mlp", pattern=4, **_BIASED,
-        moe=Moe(
+        moe=dict(
             router="router", when="layers", inner="intermediate_size", shared="shared_expert",
             shared_inner="intermediate_size", transposed=True,
         ),
     ),
-    "minimax": replace(_LLAMA, moe=_MOE_LOCAL, linear="lightning", pattern=2),
-    "minimax_m2": replace(_LLAMA, qk_norm="full", moe=_MOE_LOCAL),
-    "phimoe": replace(
-        _LLAMA, norm="layer", head_bias="lm_head_bias", moe=Moe(router="router", inner="intermediate_size"), **_BIASED
+    "minimax": _with(_LLAMA, moe=_MOE_LOCAL, linear="lightning", pattern=2),
+    "minimax_m2": _with(_LLAMA, qk_norm="full", moe=_MOE_LOCAL),
+    "phimoe": _with(
+        _LLAMA, norm="layer", head_bias="lm_head_bias", moe=dict(router="router", inner="intermediate_size"), **_BIASED
     ),
-    "granitemoe": replace(
-        _LLAMA, moe=Moe(router="router", inner="intermediate_size", parent="block_sparse_moe"), **_BIASED
+    "granitemoe": _with(
+        _LLAMA, moe=dict(router="router", inner="intermediate_size", parent="block_sparse_moe"), **_BIASED
     ),
-    "granitemoeshared": replace(
-        _LLAMA, moe=Moe(
+    "granitemoeshared": _with(
+        _LLAMA, moe=dict(
             router="router", inner="intermediate_size", parent="block_sparse_moe", shared="~shared_mlp",
             shared_inner="shared_intermediate_size",
         ), **_BIASED,
     ),
-    "jamba": replace(
+    "jamba": _with(
         _LLAMA, final_norm="final_layernorm", norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward",
-        linear="mamba", moe=Moe(router="router", when="period", inner="intermediate_size"),
+        linear="mamba", moe=dict(router="router", when="period", inner="intermediate_size"),
         defaults={"mamba_conv_bias": True, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
     ),
-    "qwen3_next": replace(
+    "qwen3_next": _with(
         _LLAMA, norm="gemma", qk_norm="head", attention_gate="q", linear="qwen3_next", pattern=4,
         defaults={"head_dim": 256}, **_BIASED,
-        moe=replace(
+        moe=_with(
             _QWEN_MOE, shared="shared_expert", shared_inner="shared_expert_intermediate_size", shared_gate=True
         ),
     ),
-    "ernie4_5_moe": replace(
+    "ernie4_5_moe": _with(
         _LLAMA, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", head_bias="use_bias", defaults=_TIED,
-        moe=Moe(
+        moe=dict(
             when="interval", fp32_router=True, shared="shared_experts", shared_count="moe_num_shared_experts",
             extra=("gate.moe_statics.e_score_correction_bias:1",),
         ),
     ),
-    "hunyuan_v1_moe": replace(
+    "hunyuan_v1_moe": _with(
         _LLAMA, qk_norm="head", qk_names=("query_layernorm", "key_layernorm"), **_BIASED,
-        moe=Moe(
+        moe=dict(
             router="gate.wg", inner="intermediate_size", shared="shared_mlp", shared_inner="intermediate_size",
             fp32_router=True,
         ),
     ),
-    "lfm2_moe": replace(
+    "lfm2_moe": _with(
         _LLAMA, final_norm="embedding_norm", norms=("operator_norm", "ffn_norm"), out="out_proj", qk_norm="head",
         qk_names=("q_layernorm", "k_layernorm"), mlp="feed_forward", mlp_names=("w1", "w3", "w2"), linear="conv",
-        defaults=_TIED, moe=Moe(when="first_k"),
+        defaults=_TIED, moe=dict(when="first_k"),
     ),
-    "afmoe": replace(
+    "afmoe": _with(
         _LLAMA, qk_norm="head", attention_gate="gate_proj", pattern=4, **_BIASED,
         norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
-        moe=Moe(
+        moe=dict(
             router="router.gate", when="first_k", shared="shared_experts", shared_count="num_shared_experts",
             extra=("expert_bias",),
         ),
@@ -302,4 +308,9 @@ RECIPES: Mapping[str, Recipe] = {
 
 def recipe_for(model_type: str) -> Recipe | None:
     """The recipe of a family, or None for one that is not known here."""
-    return RECIPES.get(model_type)
+    if model_type not in RECIPES:
+        return None
+    settings = dict(RECIPES[model_type])
+    if moe := settings.pop("moe", None):
+        settings["moe"] = Moe(**moe)
+    return Recipe(**settings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from dtensor_5d.errors import PlanError, Violation
@@ -53,12 +53,12 @@ class ModelShape:
 
     # ------------------------------------------------------------------------------------------------ made from
     @classmethod
-    def from_config(cls, source: Mapping[str, Any] | str | Path) -> ModelShape:
+    def from_config(cls, source: Mapping[str, Any] | str | PathLike[str]) -> ModelShape:
         """The shape of a config: a dict, a `config.json`, or a folder with one (a language model inside included).
 
         Errors: `PlanError` listing what is missing or contradicts itself.
         """
-        if not isinstance(source, (Mapping, str, Path)):
+        if not isinstance(source, (Mapping, str, PathLike)):
             to_dict = getattr(source, "to_dict", None)
             if not callable(to_dict):
                 raise PlanError(

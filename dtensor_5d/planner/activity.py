@@ -32,8 +32,8 @@ class Activity:
 
     kept: from forward to backward. stash: from I to W. recompute: the extra of the layer that runs its forward again.
     logits: what only exists around the loss. working: gradients of activations that backward has in hand.
-    buffers: of tensor, context, pipeline and expert communication. probabilities: the part of `kept` that belongs to the
-    loss, and is gone when the backward of the layers begins.
+    buffers: of tensor, context, pipeline and expert communication. probabilities: the part of `kept` that belongs to
+    the loss, and is gone when the backward of the layers begins.
     """
 
     kept: int

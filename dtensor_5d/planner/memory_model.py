@@ -140,7 +140,7 @@ def _rank_memory(
     dense, experts = _state(shape, plan, stages, widths)
     state = {name: dense[name] + experts[name] for name in dense}
     own = [activity[s.number] for s in stages]
-    gathered, reduce_buffer = _unit_terms(shape, plan, stages, widths, state["gathered"])
+    gathered, unit_gradients, reduce_buffer = _unit_terms(shape, plan, stages, widths, state["gathered"])
     groups = sum(1 for axis, degree in plan.degrees.items() if degree > 1)
     stored = {"parameters": state["parameters"], "master": state["master"]}
     context = {"context": device.context + groups * device.communicator}
@@ -156,7 +156,7 @@ def _rank_memory(
         **during,
         "activations": alive.activations - max(a.probabilities for a in own),
         "recompute": max(a.recompute for a in own),
-        "working": max(a.working for a in own),
+        "working": max(a.working for a in own) + unit_gradients,
         "reduce buffer": reduce_buffer,
     }
     optimizer = {"optimizer": state["optimizer"]}
@@ -191,23 +191,23 @@ def _rank_memory(
 
 def _unit_terms(
     shape: ModelShape, plan: Plan, stages: tuple[Stage, ...], widths: Widths, whole_copy: int
-) -> tuple[int, int]:
-    """Bytes of gathered parameters, and of the largest unit's gradients on their way through a reduction."""
+) -> tuple[int, int, int]:
+    """Bytes of gathered parameters; of the largest unit's gradients as backward makes them; of the copy in the dtype of
+    the master that the reduction sends."""
     if _is_plain(plan):
-        return 0, 0
+        return 0, 0, 0
     prefix = f"{shape.recipe.root}.{shape.recipe.layers}."
     rules = plan.rules.get("dp", {})
     units = [u for stage in stages for u in units_of_stage(stage, rules, plan.degrees, shape.tied, prefix)]
     largest = max((u.numel for u in units), default=0)
-    # Gradients in the dtype of compute, and the copy that the reduction sends, in the dtype of the master.
     alone = plan.degrees.fsdp * plan.degrees.dp_replicate == 1
-    reduce_buffer = 0 if alone else largest * (widths.compute + widths.gradient)
+    gradients, reduce_buffer = largest * widths.compute, 0 if alone else largest * widths.gradient
     if plan.options.zero < 3:
-        return whole_copy, reduce_buffer
+        return whole_copy, gradients, reduce_buffer
     if plan.options.regather == "window":
-        return sum(u.numel for u in units) * widths.compute, reduce_buffer
+        return sum(u.numel for u in units) * widths.compute, gradients, reduce_buffer
     staying = sum(u.numel for u in units if u.stays)
     passing = [u.numel for u in units if not u.stays]
     # While one unit computes the next one is gathered, from a buffer of its size.
     pair = max((a + b for a, b in zip(passing, [*passing[1:], 0])), default=0)
-    return (staying + pair + max(passing, default=0)) * widths.compute, reduce_buffer
+    return (staying + pair + max(passing, default=0)) * widths.compute, gradients, reduce_buffer
