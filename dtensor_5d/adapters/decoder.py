@@ -140,7 +140,7 @@ def _refuse_wrapped(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         found.append(("fully_shard", sharded or "the model", "give the plain model; the data axis shards it"))
     if found:
         raise PlanError(
-            Violation(f"a model wrapped by {wrapper} ({name})", "must be the plain Hugging Face model, with its names", change)
+            Violation(f"a model wrapped by {wrapper} ({name})", "must be the plain Hugging Face model", change)
             for wrapper, name, change in found
         )
 

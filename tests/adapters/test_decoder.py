@@ -135,7 +135,10 @@ def test_experts_and_routers_follow_the_contract(name):
 
 
 def test_a_router_is_told_from_other_things_with_as_many_rows():
-    # per_layer_input_gate has 8 rows too, and the heads of attention are 8 wide.
+    # The shared expert is 8 wide, as there are 8 experts.
+    decoder = find_decoder(meta_model("qwen2_moe", shared_expert_intermediate_size=8))
+    assert decoder.routers == tuple(f"model.layers.{i}.mlp.gate" for i in range(4))
+    # per_layer_input_gate has 8 rows, too.
     moe = dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=48)
     decoder = find_decoder(meta_model("gemma4_text", **moe))
     assert decoder.experts == tuple(f"model.layers.{i}.experts" for i in range(4))

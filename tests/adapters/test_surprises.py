@@ -19,12 +19,12 @@ TEXT = dict(
     vocab_size=128, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     intermediate_size=96, max_position_embeddings=256, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-# As many layers as the text model has: the length does not tell which is which.
+# As many layers as the text model has, and wider ones: neither length nor size tells which is which.
 TOWER = dict(
-    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, image_size=28, patch_size=14,
+    hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, image_size=28, patch_size=14,
 )  # fmt: skip
 MROPE = dict(rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4))
-QWEN_TOWER = dict(depth=4, hidden_size=32, out_hidden_size=64, num_heads=4, intermediate_size=64)
+QWEN_TOWER = dict(depth=4, hidden_size=256, out_hidden_size=64, num_heads=4, intermediate_size=64)
 
 
 def multimodal(name):
