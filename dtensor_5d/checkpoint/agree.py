@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["agree", "everyones", "my_rank"]
+__all__ = ["SHOWN", "agree", "everyones", "my_rank", "short"]
+
+SHOWN = 5  # how many of one kind are spelt out
 
 
 def my_rank() -> int:
@@ -45,3 +47,10 @@ def agree(found: Iterable[Violation]) -> None:
         where = "" if len(ranks) == len(by_rank) else f"on {len(ranks)} of {len(by_rank)} ranks (first: {ranks[0]}), "
         told.append(Violation(where + v.asked, v.required, v.change))
     raise PlanError(told)
+
+
+def short(violations: list[Violation]) -> list[Violation]:
+    """The first few violations of one kind, and how many more there are."""
+    rest = len(violations) - SHOWN
+    more = [Violation(f"{rest} more of this kind", "as above", "as above")] if rest > 0 else []
+    return [*violations[:SHOWN], *more]

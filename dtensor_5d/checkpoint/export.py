@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_5d.checkpoint.agree import agree, everyones, my_rank
 from dtensor_5d.checkpoint.folder import INDEX_NAME
+from dtensor_5d.checkpoint.gather import gather_to
 from dtensor_5d.checkpoint.initial import strangers
 from dtensor_5d.checkpoint.layout import Layout, create_files, lay_out, write_tensor
 from dtensor_5d.checkpoint.template import Template, named_tensors, reshard, template_of, unit_of
@@ -51,7 +52,7 @@ def save_pretrained(
 
     The weights go out unit by unit (a decoder layer, or a module outside the layers), in the format of the hub
     (per-expert keys where the family has them, tied tensors once), in files of at most `max_shard_bytes`. A unit is
-    whole on the one rank that writes it; the others hold one parameter of it at a time, and no rank the model. `dtype`
+    whole on the one rank that writes it; the others hold nothing but their own shards. `dtype`
     (None: as the parameters are) converts on the way; what the family keeps in fp32 stays so. Tokenizer files and the
     generation config are copied from `source`. All ranks call it, and all must see the same file system.
 
@@ -93,7 +94,7 @@ def _plan(template: Template, model: nn.Module, dtype: torch.dtype | str | None,
     names = template.stored
     here = named_tensors(model)
     # One byte per tensor and rank: 0 for none here (another pipeline stage), else its dtype.
-    codes = everyones(bytes(1 + _DTYPES.index(here[n].dtype) if n in here else 0 for n in names))
+    codes = everyones(bytes(_code(here.get(n)) for n in names))
     nowhere = [n for n, held in zip(names, zip(*codes)) if not any(held)]
     agree(Violation(f"{n} is on none of {len(codes)} ranks", "each is needed on 1", "save all stages") for n in nowhere)
     held_dtype = {n: _DTYPES[max(held) - 1] for n, held in zip(names, zip(*codes))}
@@ -122,6 +123,13 @@ def _plan(template: Template, model: nn.Module, dtype: torch.dtype | str | None,
     return _Plan(units, hub, writer, final, layout)
 
 
+def _code(tensor: torch.Tensor | None) -> int:
+    """0: nothing of it here."""
+    if tensor is None or (isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None):
+        return 0
+    return 1 + _DTYPES.index(tensor.dtype)
+
+
 def _write_weights(template: Template, model: nn.Module, plan: _Plan, staging: Path) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -132,12 +140,16 @@ def _write_weights(template: Template, model: nn.Module, plan: _Plan, staging: P
         for unit, members in plan.units.items():
             mine = plan.writer[unit] == my_rank()
             # Gathering is collective: this rank takes part in it to the end, even after its own disk gave up.
-            whole = dict(_gathered(here, members, plan.dtype, keep=mine and failure is None))
-            if not whole:
+            whole = {}
+            for name in members:
+                tensor = gather_to(plan.writer[unit], here[name]) if name in here else None
+                if tensor is not None and failure is None:
+                    whole[name] = tensor.to(plan.dtype[name])
+            if not mine or failure is not None:
                 continue
             try:
                 reverted = revert_weight_conversion(template.model, whole)
-                whole.clear()
+                whole = {}
                 for name in plan.hub[unit]:
                     entry = plan.layout.entries[name]
                     if entry.file not in files:
@@ -152,20 +164,6 @@ def _write_weights(template: Template, model: nn.Module, plan: _Plan, staging: P
                 os.fsync(file.fileno())
     if failure is not None:
         raise failure
-
-
-def _gathered(
-    here: Mapping[str, torch.Tensor], members: Sequence[str], dtypes: Mapping[str, torch.dtype], *, keep: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors of a unit on CPU, one after the other. Collective over the mesh of each parameter."""
-    for name in members:
-        if name not in here:
-            continue
-        tensor = here[name].detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if keep:
-            yield name, tensor.to(device="cpu", dtype=dtypes[name])
 
 
 def _write_rest(

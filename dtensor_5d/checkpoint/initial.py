@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dtensor_5d.checkpoint.agree import agree
+from dtensor_5d.checkpoint.agree import agree, short
 from dtensor_5d.checkpoint.template import (
     Template,
     fill,
@@ -196,11 +196,13 @@ def strangers(template: Template, model: nn.Module) -> list[Violation]:
 
 
 def _no_rule(names: list[str]) -> list[Violation]:
-    return [
-        Violation(
-            f"{name} is left without values",
-            "the family's _init_weights must set every tensor",
-            "load weights that hold it, or set it yourself before training",
-        )
-        for name in names
-    ]
+    return short(
+        [
+            Violation(
+                f"{name} is left without values",
+                "the family's _init_weights must set every tensor",
+                "load weights that hold it: load_pretrained(folder)",
+            )
+            for name in names
+        ]
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dtensor_5d.checkpoint.agree import agree
+from dtensor_5d.checkpoint.agree import SHOWN, agree, short
 from dtensor_5d.checkpoint.conversion import Converted, convert
 from dtensor_5d.checkpoint.export import save_pretrained
 from dtensor_5d.checkpoint.folder import config_violations, read_folder
@@ -19,8 +19,6 @@ from dtensor_5d.checkpoint.template import Template, materialise, named_tensors,
 from dtensor_5d.errors import Violation
 
 __all__ = ["init_weights", "load_pretrained", "local_slices", "save_pretrained"]
-
-_SHOWN = 5  # violations of one kind that are spelt out
 
 
 @torch.no_grad()
@@ -91,10 +89,10 @@ def _misfits(folder: Path, template: Template, converted: Converted, model: nn.M
     found = len(sources) + len(unexpected)
     fits = "give the folder of this model, or build the model from the folder's config"
     return [
-        *_short(converted.violations),
+        *short(converted.violations),
         *_counted(f"of {len(template.stored)} tensors of the model, missing in {folder}", missing, "all of them", fits),
         *_counted(f"of {found} tensors in {folder}, unknown to the model", unexpected, "none may be left over", fits),
-        *_short(shapes),
+        *short(shapes),
         *_untied(template, sources),
     ]
 
@@ -150,11 +148,5 @@ def _counted(what: str, names: Iterable[str], required: str, change: str) -> lis
     names = list(names)
     if not names:
         return []
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     return [Violation(f"{len(names)} {what} ({shown})", required, change)]
-
-
-def _short(violations: list[Violation]) -> list[Violation]:
-    rest = len(violations) - _SHOWN
-    more = [Violation(f"{rest} more of this kind", "as above", "as above")] if rest > 0 else []
-    return [*violations[:_SHOWN], *more]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["Runs", "cut", "cut_with", "local_part", "local_slices", "placed_slices", "shape_of", "whole_slices"]
+__all__ = ["Runs", "cut", "cut_with", "local_part", "local_slices", "placed_slices", "put", "shape_of", "whole_slices"]
 
 Runs = tuple[tuple[slice, ...], ...]
 """One tuple of increasing, disjoint slices per dim."""
@@ -82,6 +82,18 @@ def cut_with(read: Callable[[tuple[slice, ...]], torch.Tensor], runs: Runs, dtyp
             blocks = [cut_with(read, (*runs[:d], (run,), *runs[d + 1 :]), dtype) for run in dim]
             return torch.cat(blocks, dim=d)
     return read(tuple(run for (run,) in runs))
+
+
+def put(whole: torch.Tensor, runs: Runs, part: torch.Tensor) -> None:
+    """Writes `part` to where `runs` name: the inverse of `cut`."""
+    for d, dim in enumerate(runs):
+        if len(dim) > 1:
+            sizes = [run.stop - run.start for run in dim]
+            for run, piece in zip(dim, part.split(sizes, dim=d)):
+                put(whole, (*runs[:d], (run,), *runs[d + 1 :]), piece)
+            return
+    if all(runs):
+        whole[tuple(run for (run,) in runs)] = part
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
