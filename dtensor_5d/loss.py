@@ -50,16 +50,14 @@ class _TokenLossSum(torch.autograd.Function):
         # The largest entry of a softmax is at least 1/V, so its logarithm is safe: log-sum-exp = top - log p(top).
         top, p_top = logits.amax(dim=-1, keepdim=True), p.amax(dim=-1, keepdim=True)
         nll = top.to(wide) - p_top.log() - logits.gather(1, target).to(wide)
-        ctx.softmax, ctx.dtype = p, logits.dtype
-        ctx.save_for_backward(target, ignored)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(p, target, ignored)
         return nll.squeeze(1).masked_fill(ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        target, ignored = ctx.saved_tensors
-        out, ctx.softmax = ctx.softmax, None
-        if out is None:
-            raise RuntimeError("a second backward through the same loss: its buffer was used by the first one")
+        out, target, ignored = ctx.saved_tensors
+        # In place: torch sees the saved tensor change and refuses a second backward through it by name.
         out.scatter_add_(1, target, out.new_tensor(-1.0).expand_as(target))
         out.mul_(grads[0])
         out.masked_fill_(ignored.unsqueeze(1), 0.0)
