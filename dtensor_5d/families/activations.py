@@ -204,7 +204,10 @@ def _linear_mixing(made: list[Saved], layer: LayerShape, width: int) -> None:
     made += [Saved(f"{p.name.split('.')[-2]} output", width * p.outputs, "") for p in inner]
     made.append(Saved("recurrence output", width * last.numel // last.outputs, "", feeds=True))
     mixer = layer.mixer
-    made.append(Saved("recurrence in fp32", 4 * mixer.heads * (2 * mixer.qk_size + 2 * mixer.v_size), ""))
+    # The delta rule as transformers writes it out keeps eight steps of queries, keys and values, and five matrices.
+    copies = 8 if mixer.chunk else 2
+    sizes = copies * (mixer.qk_size + mixer.v_size) + 5 * mixer.chunk
+    made.append(Saved("recurrence in fp32", 4 * mixer.heads * sizes, ""))
 
 
 def _mlp(made: list[Saved], name: str, inner: int, gated: bool, activation: str, width: int, cut: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["LayerShape", "Mixer", "Param", "linear", "shard_rows", "vector"]
 
@@ -15,7 +16,8 @@ __all__ = ["LayerShape", "Mixer", "Param", "linear", "shard_rows", "vector"]
 class Param:
     """One parameter under its Hugging Face name.
 
-    part: embedding, position, head, norm, attention, mlp, router, shared or expert.
+    part: embedding, position, head, norm, attention, mlp, router, shared, expert, or embedding_mix for what stands
+    between embedding, layers and head.
     tp: the dim that the tensor axis cuts (for an expert: the expert-tensor axis), in pieces of `granule` rows.
     outputs: numbers that a token gets from the product with it; 0 where there is none (an embedding is looked up, a
     bias is added). For an expert: from one expert.
@@ -67,6 +69,7 @@ class Mixer:
     window: keys that a query sees at most, itself included (sliding), or the size of a chunk; 0 for no limit.
     state: multiply-adds per token of a recurrence.
     indexer: size of the products with each key that choose the keys (heads x size), 0 without.
+    chunk: rows of the matrices that a recurrence writes out piece by piece, 0 without.
     """
 
     kind: str
@@ -77,6 +80,7 @@ class Mixer:
     window: int = 0
     state: int = 0
     indexer: int = 0
+    chunk: int = 0
 
     def keys(self, seq_len: int, attention: str) -> float:
         """Keys per query, on average over a sequence: all (full), or those that the mask lets through (causal)."""
@@ -107,6 +111,12 @@ class LayerShape:
     @property
     def parameters(self) -> int:
         return sum(p.numel for p in self.params)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for layers that differ in nothing but their place."""
+        params = tuple((p.shape, p.part, p.tp, p.granule, p.outputs) for p in self.params)
+        return (params, self.mixer, self.inner, self.gated, self.experts, self.experts_per_token)
 
     def of(self, *parts: str) -> tuple[Param, ...]:
         """The parameters of these parts."""

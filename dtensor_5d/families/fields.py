@@ -79,7 +79,9 @@ class Fields:
     @property
     def head_size(self) -> int:
         """Size of a query head."""
-        return int(self.get("head_dim") or self.count("hidden_size") // self.count("num_attention_heads"))
+        if self.get("head_dim"):
+            return self.count("head_dim")
+        return self.count("hidden_size") // self.count("num_attention_heads")
 
     def violations(self) -> list[Violation]:
         """What is missing or contradicts itself."""
@@ -111,15 +113,16 @@ class Fields:
                     f"use {near} key-value heads",
                 )
             )
-        kinds = self.get("layer_types")
-        if isinstance(kinds, (list, tuple)) and len(kinds) != layers:
-            bad.append(
-                Violation(
-                    f"{len(kinds)} layer_types for num_hidden_layers={layers}",
-                    f"there must be {layers}, one for each layer",
-                    f"give {layers} layer_types or num_hidden_layers={len(kinds)}",
+        for name in ("layer_types", "mlp_layer_types"):
+            kinds = self.get(name)
+            if isinstance(kinds, (list, tuple)) and len(kinds) != layers:
+                bad.append(
+                    Violation(
+                        f"{len(kinds)} {name} for num_hidden_layers={layers}",
+                        f"there must be {layers}, one for each layer",
+                        f"give {layers} {name} or num_hidden_layers={len(kinds)}",
+                    )
                 )
-            )
         experts, chosen = self.get("experts"), self.get("experts_per_token")
         if isinstance(experts, int) and isinstance(chosen, int) and not 1 <= chosen <= max(experts, 1):
             bad.append(

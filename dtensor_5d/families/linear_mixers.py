@@ -54,7 +54,7 @@ def _delta(fields: Fields, prefix: str, fused: bool) -> _Made:
     made.append(vector(f"{name}.norm.weight", value_size, "norm"))
     made += linear(f"{name}.out_proj", hidden, value, "attention")
     # The delta rule reads the state, writes it and reads it again: three products of key size x value size a head.
-    return made, Mixer("linear", values, keys, key_size, value_size, state=3 * values * key_size * value_size)
+    return made, Mixer("linear", values, keys, key_size, value_size, state=3 * values * key_size * value_size, chunk=64)
 
 
 def _qwen3_next(fields: Fields, prefix: str) -> _Made:

@@ -56,6 +56,8 @@ class ModelShape:
     def from_config(cls, source: Mapping[str, Any] | str | PathLike[str]) -> ModelShape:
         """The shape of a config: a dict, a `config.json`, or a folder with one (a language model inside included).
 
+        A transformers config object serves as well.
+
         Errors: `PlanError` listing what is missing or contradicts itself.
         """
         if not isinstance(source, (Mapping, str, PathLike)):
@@ -77,7 +79,14 @@ class ModelShape:
         bad = fields.violations()
         if bad:
             raise PlanError(bad)
-        return _build(fields, recipe, model_type or "llama", known)
+        try:
+            return _build(fields, recipe, model_type or "llama", known)
+        except PlanError:
+            raise
+        except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+            asked = f"a config of {model_type or 'no model_type'} with a field of the wrong kind ({error})"
+            needs = "fields must be numbers, lists and truths as the family's own config has them"
+            raise PlanError(Violation(asked, needs, "compare it with a published config.json")) from error
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
@@ -197,8 +206,8 @@ def _build(fields: Fields, recipe: Recipe, model_type: str, known: bool) -> Mode
     first += _per_layer_embeddings(fields, root, hidden)
     last = []
     if recipe.position == "embed_positions" and width != hidden:
-        last += linear(f"{root}.project_out", width, hidden, "attention")
-        first += linear(f"{root}.project_in", hidden, width, "attention")
+        last += linear(f"{root}.project_out", width, hidden, "embedding_mix")
+        first += linear(f"{root}.project_in", hidden, width, "embedding_mix")
     has_final = recipe.position != "embed_positions" or fields.get("do_layer_norm_before", True)
     if recipe.final_norm and has_final:
         last += norm_params(fields, recipe, f"{root}.{recipe.final_norm}")

@@ -70,18 +70,25 @@ def activity_of_stage(shape: ModelShape, plan: Plan, stage: Stage, tokens: Token
     numbers = shape.numbers(tokens.seq_len, tokens.width, tokens.attention)
     policy, recipe, width = plan.options.recompute, shape.recipe, tokens.width
     kept = stash = extra = working = 0.0
+    alike: dict[tuple[object, ...], tuple[float, ...]] = {}  # a model has many layers and few kinds of them
     for place, layer in enumerate(stage.layers):
-        full = cut_bytes(saved_tensors(layer, recipe, numbers), plan, layer.mixer.kv_heads)
-        own = cut_bytes(kept_tensors(policy, layer, recipe, numbers, place), plan, layer.mixer.kv_heads)
-        kept += own
-        if is_recomputed(policy, place):
-            extra = max(extra, full - own)
-        stash += cut_bytes(stashed_tensors(layer, recipe, numbers), plan, layer.mixer.kv_heads)
-        chosen = max(1, layer.experts_per_token)
-        # Backward holds the gradients around one product: in and out of the MLP, and of the residual stream.
-        inner = Saved("inner gradients", 3.0 * width * layer.inner * chosen, "expert" if layer.experts else "tensor")
-        outer = Saved("hidden gradients", 3.0 * width * shape.hidden, "sequence")
-        working = max(working, cut_bytes([inner, outer], plan))
+        again = is_recomputed(policy, place)
+        key = (layer.signature, again)
+        if key not in alike:
+            kv = layer.mixer.kv_heads
+            full = cut_bytes(saved_tensors(layer, recipe, numbers), plan, kv)
+            own = cut_bytes(kept_tensors(policy, layer, recipe, numbers, place), plan, kv) if again else full
+            waiting = cut_bytes(stashed_tensors(layer, recipe, numbers), plan, kv)
+            chosen = max(1, layer.experts_per_token)
+            # Backward holds the gradients around one product: in and out of the MLP, and of the residual stream.
+            inner = 3.0 * width * layer.inner * chosen
+            gradients = [
+                Saved("inner gradients", inner, "expert" if layer.experts else "tensor"),
+                Saved("hidden gradients", 3.0 * width * shape.hidden, "sequence"),
+            ]
+            alike[key] = (own, waiting, full - own, cut_bytes(gradients, plan))
+        own, waiting, more, in_hand = alike[key]
+        kept, stash, extra, working = kept + own, stash + waiting, max(extra, more), max(working, in_hand)
     logits = probabilities = 0.0
     if stage.is_first:
         kept += 8  # token ids

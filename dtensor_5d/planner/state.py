@@ -59,22 +59,26 @@ def state_terms(whole: int, shard: int, zero: int, widths: Widths, *, whole_grad
 
 def whole_numel(params: Iterable[Param], degrees: Degrees) -> int:
     """Numbers of these parameters on a rank after the tensor and expert axes have cut, before the data axis has."""
-    return sum(math.prod(_local(p, degrees)) for p in params)
+    return _numel(params, degrees, 1, 1)
 
 
 def shard_numel(params: Iterable[Param], degrees: Degrees) -> int:
     """Numbers of these parameters that the first rank of the data axis stores: the largest share."""
-    return sum(_stored(p, degrees) for p in params)
+    return _numel(params, degrees, degrees.fsdp, degrees.efsdp)
 
 
-def _local(param: Param, degrees: Degrees) -> tuple[int, ...]:
-    return param.local_shape(degrees.etp if param.is_expert else degrees.tp, degrees.ep)
-
-
-def _stored(param: Param, degrees: Degrees) -> int:
-    shape = list(_local(param, degrees))
-    ranks = degrees.efsdp if param.is_expert else degrees.fsdp
-    # The data axis cuts along dim 0; experts that do not divide are cut along their last dim (see dp/fsdp.py).
-    dim = 2 if len(shape) == 3 and shape[0] % ranks and shape[2] % ranks == 0 else 0
-    shape[dim] = shard_rows(shape[dim], ranks)
-    return math.prod(shape)
+def _numel(params: Iterable[Param], degrees: Degrees, dense_ranks: int, expert_ranks: int) -> int:
+    tp, ep, etp = degrees.tp, degrees.ep, degrees.etp
+    alike: dict[tuple[object, ...], int] = {}  # a model has many parameters of few shapes
+    total = 0
+    for param in params:
+        key = (param.shape, param.tp, param.granule, param.is_expert)
+        if key not in alike:
+            shape = list(param.local_shape(etp if param.is_expert else tp, ep))
+            ranks = expert_ranks if param.is_expert else dense_ranks
+            # The data axis cuts along dim 0; experts that do not divide are cut along their last dim (see dp/fsdp.py).
+            dim = 2 if len(shape) == 3 and shape[0] % ranks and shape[2] % ranks == 0 else 0
+            shape[dim] = shard_rows(shape[dim], ranks)
+            alike[key] = math.prod(shape)
+        total += alike[key]
+    return total

@@ -8,12 +8,16 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dtensor_5d.errors import PlanError
 from dtensor_5d.families.published import PRESETS
 from dtensor_5d.families.shape import ModelShape
 from tests.families.tiny import FAMILIES, tiny_config
+
+CONFIGS = {name: tiny_config(name).to_dict() for name in ("llama", "gemma3_text", "deepseek_v3", "qwen3_next", "jamba")}
 
 
 def real_parameters(config) -> dict[str, tuple[int, ...]]:
@@ -172,6 +176,25 @@ def test_bad_files_and_presets_get_an_answer(tmp_path):
         ModelShape.from_config(tmp_path)
     with pytest.raises(PlanError, match=r"there are llama-3\.1-8b"):
         ModelShape.preset("llama-9")
+
+
+JUNK = st.one_of(
+    st.none(), st.integers(-3, 9), st.floats(allow_nan=False, width=16), st.text(max_size=3), st.booleans(),
+    st.lists(st.integers(0, 4), max_size=4), st.just({}),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_a_field_of_any_kind_gives_a_shape_or_an_answer(data):
+    config = dict(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))])
+    config[data.draw(st.sampled_from(sorted(set(config) - {"model_type"})))] = data.draw(JUNK)
+    try:
+        shape = ModelShape.from_config(config)
+    except PlanError as error:
+        assert str(error)
+    else:
+        assert shape.parameters > 0
 
 
 def test_several_contradictions_come_in_one_answer():

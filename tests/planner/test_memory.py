@@ -108,6 +108,35 @@ def test_differences_between_measured_runs_of_torchtitan():
     assert grown[0].reserved / GIB == pytest.approx(84, rel=0.15)
 
 
+# (layers, M, heads, inner, tied), degrees, micro-batch, microbatches of a window of 256 sequences, GB measured
+MEASURED = [
+    ((16, 2048, 32, 8192, True), dict(dp_shard=8), 1, 24.2),
+    ((28, 3072, 32, 8192, True), dict(dp_shard=8), 1, 50.8),
+    ((28, 3072, 32, 8192, True), dict(dp_shard=8), 2, 69.8),
+    ((28, 3072, 32, 8192, True), dict(dp_shard=16), 1, 49.1),
+    ((28, 3072, 32, 8192, True), dict(dp_shard=16), 2, 65.0),
+    ((16, 2048, 32, 8192, True), dict(tp=8), 1, 5.4),
+    ((28, 3072, 32, 8192, True), dict(tp=8), 1, 11.7),
+    ((32, 4096, 32, 14336, False), dict(tp=8), 1, 24.4),
+]
+
+
+@pytest.mark.parametrize(("model", "degrees", "micro_batch", "measured"), MEASURED, ids=range(len(MEASURED)))
+def test_measured_runs_with_sharded_optimizer(model, degrees, micro_batch, measured):
+    # published-numbers 1.4, runs of another program with the same layout (zero 1, S 4096, V 131072): what the allocator
+    # gave out, so without the context. 15 % is what the sources call a usable estimate.
+    layers, hidden, heads, inner, tied = model
+    shape = ModelShape.from_config(
+        dict(
+            model_type="llama", vocab_size=131072, hidden_size=hidden, intermediate_size=inner,
+            num_hidden_layers=layers, num_attention_heads=heads, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+    window = 256 // micro_batch // Degrees(**degrees).data
+    report = weigh(shape, degrees, micro_batch=micro_batch, zero=1, precision="bf16", microbatches=window)
+    assert (report.active - report.causes["context"]) / 1e9 == pytest.approx(measured, rel=0.15)
+
+
 # ---------------------------------------------------------------------------------------------------- state by zero
 
 
