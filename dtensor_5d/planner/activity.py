@@ -95,10 +95,9 @@ def activity_of_stage(shape: ModelShape, plan: Plan, stage: Stage, tokens: Token
     else:
         kept += cut_bytes([Saved("stage input", width * shape.hidden, "sequence")], plan)
     if stage.is_last:
-        probabilities = 4 * _vocab(shape, plan)  # log-probabilities in fp32
+        probabilities = 4 * _vocab(shape, plan)  # the one fp32 buffer of `loss.py`
         kept += cut_bytes(_head_tensors(shape, width), plan) + probabilities
-        # Logits and their gradient in compute dtype, and the gradient in fp32 on the way.
-        logits = (2 * width + 4) * _vocab(shape, plan)
+        logits = 2 * width * _vocab(shape, plan)  # and their gradient
     t = tokens.count
     return Activity(
         int(kept * t), int(stash * t), int(extra * t), int(logits * t), int(working * t),
