@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import math
 import sys
 import time
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from dtensor_5d.loader import (
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", help="a file or a folder; default: the Python standard library")
     add("--out", default="out/pretrain", help="the Hugging Face folder to write (default %(default)s)")
-    add("--steps", type=int, default=400)
+    add("--steps", type=int, default=300)
     add("--rows", type=int, default=16, help="sequences in a global batch")
     add("--sequence", type=int, default=128, help="bytes in a sequence")
     add("--hidden", type=int, default=128, help="model size, a multiple of 64")
@@ -55,11 +57,18 @@ def arguments() -> argparse.Namespace:
     add("--zero", type=int, default=3, choices=(1, 2, 3))
     add("--microbatches", type=int, default=1)
     add("--peak-tflops", type=float, help="peak of one rank, for the MFU (default: that of a measured matrix product)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.hidden < 64 or args.hidden % 64:
+        parser.error(f"--hidden {args.hidden}: must be a multiple of 64 (two heads of 32 for each key and value head)")
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+    return args
 
 
 def main() -> None:
     args = arguments()
+    for chatty in ("torchao", "torch.utils._pytree"):  # on import: kernels that a CPU cannot load, deprecations
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
@@ -82,12 +91,13 @@ def main() -> None:
     train, held_out = map(tokenize, split_documents(read_documents(args.text), 0.02, seed=args.seed))
     share: dict[str, Any] = dict(data_rank=run.data_rank, data_size=run.data_size, sequence_length=args.sequence)
     batches = PackedLoader(train, batch_size=args.rows, seed=args.seed, **share)
-    unseen = PackedLoader(held_out, batch_size=min(64, len(held_out.tokens) // args.sequence), **share)
+    some = max(run.data_size, min(64, len(held_out.tokens) // args.sequence))
+    unseen = PackedLoader(held_out, batch_size=some, seed=args.seed, **share)
     console.print(f"{len(train.tokens):,} bytes to train on, {len(held_out.tokens):,} held out")
 
     optimizer = torch.optim.AdamW(run.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args.steps))
-    peak = dist.get_world_size() * (args.peak_tflops * 1e12 if args.peak_tflops else measured_peak(device))
+    peak = dist.get_world_size() * args.peak_tflops * 1e12 if args.peak_tflops else measured_peak(device)
     tokens = args.rows * args.sequence
     flops = tokens * flops_per_token(config, sum(p.numel() for p in run.parameters()), args.sequence)
     console.print(f"{flops / 1e9:.1f} GFLOP a step, peak of all ranks {peak / 1e12:.2f} TFLOP/s")
@@ -125,18 +135,19 @@ def flops_per_token(config: Qwen3Config, parameters: int, sequence: int) -> floa
 
 
 def measured_peak(device: str) -> float:
-    """FLOP/s of one rank's matrix product while all ranks do the same."""
+    """FLOP/s of all ranks together in a matrix product that all do at the same time."""
     n, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     best = math.inf
-    for _ in range(8):
+    for _ in range(4):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(4):
+        for _ in range(8):
             c = a @ b
         c[0, 0].item()  # waits for the device
-        best = min(best, (time.perf_counter() - start) / 4)
-    return 2 * n**3 / best
+        dist.barrier()  # ranks may share cores: the slowest one counts
+        best = min(best, (time.perf_counter() - start) / 8)
+    return dist.get_world_size() * 2 * n**3 / best
 
 
 @contextmanager
@@ -167,6 +178,7 @@ def progress(console: Console, steps: int) -> Iterator[Any]:
 
 def generate(folder: str) -> str:
     """What the saved model writes, loaded as any Hugging Face model."""
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)

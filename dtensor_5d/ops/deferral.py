@@ -78,11 +78,15 @@ def _products(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Forward:
-    """The forward of one module, run so that torch's products on parameters take the store."""
+    """The forward of one module, run so that torch's products on parameters take the store.
+
+    Kept out of compiled graphs: a traced backward would decide once, at tracing, whether its product waits.
+    """
 
     def __init__(self, plain: Callable[..., Any], store: WeightGradients) -> None:
         self.plain, self.store = plain, store
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
@@ -97,6 +101,7 @@ class _LinearForward(_Forward):
         super().__init__(module.forward, store)
         self.module = module
 
+    @torch.compiler.disable
     def __call__(self, input: Tensor) -> Tensor:  # keyword name as in nn.Linear
         return linear(input, self.module.weight, self.module.bias, self.store)
 

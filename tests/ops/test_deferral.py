@@ -168,3 +168,25 @@ def test_frozen_and_tied_weights_and_eval():
             torch.testing.assert_close(got[n], w, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         assert model(torch.tensor([[3, 4]])).logits.grad_fn is None
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_compiled_module_still_defers(defer):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    ids = torch.tensor([[1, 2, 3]])
+    ours, store = copy.deepcopy(plain), WeightGradients()
+    plain(ids).square().sum().backward()
+    make_deferrable(ours, store)
+    compiled = torch.compile(ours, backend="aot_eager")
+    compiled(ids).square().sum().backward()  # traced while nothing waits
+    ours.zero_grad()
+    loss = compiled(ids).square().sum()
+    if defer:
+        with store.deferring(0):
+            loss.backward()
+        assert store.run(0) == 3
+    else:
+        loss.backward()
+    for a, b in zip(plain.parameters(), ours.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
