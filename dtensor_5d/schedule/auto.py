@@ -1,7 +1,8 @@
 """zb-auto: a schedule made from measured costs under a memory limit, one chunk a rank.
 
-A few greedy strategies from several head starts, then small changes to the head start that won. Nothing is random and
-nothing depends on the clock, so that every rank finds the same schedule.
+A few greedy strategies from several head starts, then small changes to the head start that won; small problems are
+polished action by action, and the smallest searched through. Nothing is random and nothing depends on the clock, so
+every rank finds the same schedule.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.data import Schedule
+from dtensor_5d.schedule.exact import exact
 from dtensor_5d.schedule.lanes import EPSILON, Found, Problem
 from dtensor_5d.schedule.listing import Policy, list_schedule
 from dtensor_5d.schedule.polish import polish
@@ -24,7 +26,7 @@ __all__ = ["zb_auto"]
 BUDGET = 1_000_000, 600, 4_000_000
 """Actions laid in one search: at least, schedules' worth, at most. About a second for 8 ranks, 32 micro-batches."""
 
-KEPT = 12
+KEPT = 6
 """How many of the best schedules to polish."""
 
 _FILLS = ((True, True), (True, False), (False, True), (False, False))
@@ -53,6 +55,7 @@ def zb_auto(problem: Problem) -> list[list[Action]]:
     distinct = {found.rows: found for found in search.kept}.values()
     for found in sorted(distinct, key=lambda f: f.key)[:KEPT]:
         polish(search, found)
+    exact(search)
     assert search.best is not None
     return search.best.table()
 

@@ -98,15 +98,15 @@ class Schedule:
         return text
 
     @classmethod
-    def from_csv(cls, source: str | Path, *, name: str = "csv") -> Schedule:
+    def from_csv(cls, source: str | Path, *, name: str = "csv", copies: int = 1) -> Schedule:
         """A schedule from CSV text or a file of it, checked.
 
-        The map from stages to ranks is read off the table. Errors: `PlanError` for text that is no schedule, and all
-        that `check` refuses.
+        The map from stages to ranks is read off the table. Errors: `PlanError` for text that is no schedule, a file
+        that cannot be read, and all that `check` refuses.
         """
         from dtensor_5d.schedule.check import check
 
-        schedule = from_table(_read(source), name)
+        schedule = replace(from_table(_read(source), name), copies=copies)
         check(schedule)
         return schedule
 
@@ -143,5 +143,8 @@ def from_table(table: Table, name: str) -> Schedule:
 def _read(source: str | Path) -> tuple[tuple[Action, ...], ...]:
     # Text of a schedule always holds a comma or a line end, or is a single action; a path to a file is neither.
     if isinstance(source, Path) or (source.endswith(".csv") and "\n" not in source):
-        return parse_csv(Path(source).read_text())
+        try:
+            source = Path(source).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(Violation(f"file {source}", f"cannot be read: {error}", "give a CSV file")) from None
     return parse_csv(source)

@@ -14,6 +14,9 @@ LARGEST = 160
 STEPS = 40
 """Rounds without a better schedule after which to give up."""
 
+REACH = 4
+"""How many places an action moves at most."""
+
 Rows = tuple[tuple[Cell, ...], ...]
 
 
@@ -27,8 +30,8 @@ def polish(search: Search, start: Found) -> None:
         return
     at, patience, tried = start.rows, STEPS, {start.rows}
     while patience and not search.over:
-        found = [new for rows in _swaps(at) if rows not in tried and (new := replay(problem, rows))]
-        search.left -= problem.size * sum(map(len, at)) // 4
+        found = [new for rows in _moves(at) if rows not in tried and (new := replay(problem, rows))]
+        search.left -= problem.size * sum(map(len, at)) // 2
         if not found:
             return
         best = min(found, key=lambda f: (f.key[0], f.key[2], f.key[1], f.rows))
@@ -36,14 +39,17 @@ def polish(search: Search, start: Found) -> None:
         at, patience = best.rows, STEPS if search.offer(best) else patience - 1
 
 
-def _swaps(rows: Rows) -> Iterator[Rows]:
+def _moves(rows: Rows) -> Iterator[Rows]:
+    """One action a few places earlier, past what it neither follows nor needs."""
     for rank, row in enumerate(rows):
-        for i in range(len(row) - 1):
-            (kind, _, mb), (other, _, other_mb) = row[i], row[i + 1]
-            if kind == other or (mb == other_mb and kind + other in ("FI", "IW")):
-                continue
-            changed = (*row[:i], row[i + 1], row[i], *row[i + 2 :])
-            yield (*rows[:rank], changed, *rows[rank + 1 :])
+        for i in range(1, len(row)):
+            kind, _, mb = row[i]
+            for to in range(i - 1, max(-1, i - 1 - REACH), -1):
+                passed, _, passed_mb = row[to]
+                if kind == passed or (mb == passed_mb and passed + kind in ("FI", "IW")):
+                    break
+                changed = (*row[:to], row[i], *row[to:i], *row[i + 1 :])
+                yield (*rows[:rank], changed, *rows[rank + 1 :])
 
 
 def replay(problem: Problem, rows: Rows) -> Found | None:

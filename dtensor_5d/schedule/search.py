@@ -23,9 +23,14 @@ class Search:
         self.bound = max(busy) * problem.microbatches
 
     @property
+    def perfect(self) -> bool:
+        """Whether the longest span is the busiest rank's work: there is nothing left to gain."""
+        return self.best is not None and self.best.span <= self.bound + EPSILON
+
+    @property
     def over(self) -> bool:
-        """Whether to stop: nothing left to spend, or no rank waits on the busiest one's account."""
-        return self.left <= 0 or (self.best is not None and self.best.span <= self.bound + EPSILON)
+        """Whether to stop: nothing left to gain or to spend."""
+        return self.left <= 0 or self.perfect
 
     def offer(self, found: Found | None) -> bool:
         """Take a schedule in if it is the best so far; whether it is."""

@@ -69,6 +69,16 @@ class Timeline:
         longest = max(self.spans)
         return (longest - max(self.busy)) / longest
 
+    def activations(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """(time, activations held from then on) of a rank, in the unit of `peak_activations`; ends at 0."""
+        release = self.costs.for_stages(self.schedule.stages).input_release
+        held, curve = 0.0, []
+        for _, action, start, end in self.rows[rank]:
+            for leaf in leaves(action):
+                held += _delta(leaf.kind, release[leaf.stage])
+                curve.append((start if leaf.kind == "F" else end, round(held, 9)))
+        return tuple(sorted(curve, key=lambda point: point[0]))
+
     @cached_property
     def critical_path(self) -> tuple[TimedAction, ...]:
         """A chain of actions without slack, from a start to the end of the makespan: shorten one of these to gain."""
@@ -202,18 +212,17 @@ def _memory(row: tuple[Action, ...], cost: StageCosts) -> tuple[float, int]:
     release = cost.input_release
     for action in row:
         for stage, kind, _, _ in action.parts or (action,):
-            if kind == "F":
-                held += 1.0
-            elif kind == "B":
-                held -= 1.0
-            elif kind == "I":
-                held -= release[stage]
-                stash += 1
-                most = max(most, stash)
-            else:
-                held -= 1.0 - release[stage]
-                stash -= 1
-            if held > peak:
-                peak = held
+            held += _delta(kind, release[stage])
+            stash += (kind == "I") - (kind == "W")
+            peak, most = max(peak, held), max(most, stash)
     # A release such as 0.5676 is no binary fraction: rounding takes away what the sums gathered.
     return round(peak, 9), most
+
+
+def _delta(kind: str, release: float) -> float:
+    """What an action adds to the activations held: 1 for F; what I and W take away sums to 1."""
+    if kind == "F":
+        return 1.0
+    if kind == "B":
+        return -1.0
+    return -release if kind == "I" else release - 1.0
