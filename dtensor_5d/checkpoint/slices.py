@@ -39,9 +39,9 @@ def placed_slices(
 ) -> Runs:
     """`local_slices` without a live mesh: of the rank at `coordinate` in a mesh of `mesh_shape`.
 
-    torch's own split is applied to the indices 0..M-1 of a dim, placement by placement from the outer to the inner
-    mesh axis: the order in which `distribute_tensor` cuts. (`compute_local_shape_and_global_offset` walks the same
-    way, but keeps only the first index, which is not enough for `_StridedShard`.)
+    The indices 0..M-1 of a dim are cut as `torch.chunk` cuts, placement by placement from the outer to the inner mesh
+    axis: the order of `distribute_tensor`. (torch's `compute_local_shape_and_global_offset` walks the same way, but
+    tells only the first index, which is not enough for `_StridedShard`.)
     """
     index: dict[int, torch.Tensor] = {}
     for axis, placement in enumerate(placements):
@@ -50,11 +50,13 @@ def placed_slices(
         if not isinstance(placement, Shard | _StridedShard):
             continue
         dim = placement.dim % len(shape)
-        strided = isinstance(placement, _StridedShard)
-        along = _StridedShard(0, split_factor=placement.split_factor) if strided else Shard(0)
         before = index[dim] if dim in index else torch.arange(shape[dim])
-        parts, _ = along._split_tensor(before, mesh_shape[axis], with_padding=False, contiguous=False)
-        index[dim] = parts[coordinate[axis]]
+        n, i = mesh_shape[axis], coordinate[axis]
+        if isinstance(placement, _StridedShard):  # one chunk of each of `split_factor` groups
+            factor = int(placement.split_factor)
+            index[dim] = torch.cat([_chunk(_chunk(before, factor, group), n, i) for group in range(factor)])
+        else:
+            index[dim] = _chunk(before, n, i)
     return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
 
 
@@ -100,6 +102,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank stores of `tensor`, sharing its memory, outside of autograd."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _chunk(index: torch.Tensor, n: int, i: int) -> torch.Tensor:
+    """The i-th of n chunks, each of ceil(M / n) but for the last ones, which may be empty."""
+    step = -(-index.numel() // n)
+    return index[i * step : (i + 1) * step]
 
 
 def _runs(index: torch.Tensor) -> tuple[slice, ...]:
