@@ -33,7 +33,8 @@ def split_fp32(model: nn.Module, fp32_modules: Sequence[str]) -> tuple[list[str]
     The first, outermost only, can be sharded as a unit of their own; below the others are parameters of another dtype.
     """
     wanted = set(fp32_modules)
-    through, others = [], []
+    through: list[str] = []
+    others: list[str] = []
     for name in sorted(fp32_modules, key=len):
         if any(name.startswith(outer + ".") for outer in through):
             continue
