@@ -83,15 +83,20 @@ def test_interleaved_is_torchs(ranks, chunks, microbatches):
         assert [str(a) for a in row] == expected
 
 
-def test_reads_torchs_csv():
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "costs"),
+    [(4, 8, (3, 3, 2, 0.1)), (8, 24, (4959, 5217, 3519, 213)), (8, 16, (5, 6, 4, 0.5)), (3, 4, (1, 2, 1)),
+     (24, 72, (6763, 6969, 5251, 755))],
+)  # fmt: skip
+def test_reads_torchs_csv(ranks, microbatches, costs):
     """torch's hand-written ZBV, bubbles and all, is a schedule to us; ours is at least as good."""
     theirs = object.__new__(torch_schedules.ScheduleZBVZeroBubble)
-    theirs.pp_group_size, theirs._n_microbatches, theirs.num_stages = 4, 8, 8
-    rows = [theirs._calculate_single_rank_operations(rank) for rank in range(4)]
+    theirs.pp_group_size, theirs._n_microbatches, theirs.num_stages = ranks, microbatches, 2 * ranks
+    rows = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
     text = "\n".join(",".join("" if a is None else str(a) for a in row) for row in rows)
     schedule = Schedule.from_csv(text)
     check(schedule)
-    assert schedule.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
-    costs = Costs(3, 3, 2, 0.1)
-    ours = simulate(build("zbv", ranks=4, microbatches=8, costs=costs), costs)
+    assert schedule.rank_of == (*range(ranks), *reversed(range(ranks)))
+    costs = Costs(*costs)
+    ours = simulate(build("zbv", ranks=ranks, microbatches=microbatches, costs=costs), costs)
     assert max(ours.spans) <= max(simulate(schedule, costs).spans)
