@@ -75,6 +75,8 @@ def test_the_rules_that_matter():
     assert gpt2.transformer.h[1].mlp.c_proj.weight.std().item() == pytest.approx(scaled, rel=0.05)
     tied = initialised("smollm3")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert tied.model.embed_tokens.padding_idx == 0
+    assert tied.lm_head.weight[0].abs().max() == 0, "the embedding's rule goes before the head's"
     assert initialised("gemma2").model.layers[0].input_layernorm.weight.abs().max() == 0
     assert tied.model.layers[0].input_layernorm.weight.min() == 1
     ids = torch.randint(3, VOCAB, (4, 64), generator=torch.Generator().manual_seed(0))
