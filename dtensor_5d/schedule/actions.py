@@ -24,6 +24,8 @@ _PARAMETERS = frozenset(("UNSHARD", "RESHARD", "REDUCE_GRAD"))
 
 # Nine digits are more than any pipeline has, and never too many for a list or for `int`.
 _TEXT = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
+_MOST_NAMED = 8
+"""Bad cells of a CSV that an error lists."""
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 
 
@@ -105,6 +107,9 @@ def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
         table.append(tuple(row))
     if not table:
         bad.append(Violation("an empty schedule", "a CSV holds one line for each rank", "write at least one line"))
+    if len(bad) > _MOST_NAMED:
+        more = f"{len(bad) - _MOST_NAMED} more cells"
+        bad[_MOST_NAMED:] = [Violation(more, "are no actions either", "is this a CSV of a schedule?")]
     if bad:
         raise PlanError(bad)
     return tuple(table)
