@@ -56,13 +56,13 @@ def wrapped(line: Line, width: int, indent: str = "  ") -> list[Line]:
     if sum(len(span.text) for span in line) <= width and not any("\n" in span.text for span in line):
         return [line]
     lines: list[list[Span]] = [[]]
-    used = 0
+    used = start = 0
     for text, style in line:
         for word in re.findall(r"\n|[^\S\n]+|\S+", text):
             blank = not word.strip()
-            if word == "\n" or (used + len(word) > width and used > len(indent) and not blank):
+            if word == "\n" or (used + len(word) > width and used > start and not blank):
                 lines.append([] if word == "\n" else [Span(indent)])
-                used = 0 if word == "\n" else len(indent)
+                used = start = 0 if word == "\n" else len(indent)
             if word != "\n" and not (blank and len(lines) > 1 and used + len(word) > width):
                 lines[-1].append(Span(word, style))
                 used += len(word)
