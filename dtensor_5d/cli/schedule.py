@@ -215,7 +215,7 @@ def _over_limit(name: str, limit: float, needed: float, others: Sequence[str]) -
     instead = f", or use {' or '.join(others)}" if others else ""
     return Violation(
         f"--memory-limit {limit:g} with {name}",
-        f"it holds up to {rounded_up(needed)} micro-batches on all layers of a rank",
+        f"it needs at least {rounded_up(needed)} micro-batches on all layers of a rank",
         f"raise --memory-limit to {rounded_up(needed)}{instead}",
     )
 

@@ -31,7 +31,7 @@ class MemoryLimitError(PlanError):
         super().__init__(
             Violation(
                 f"memory_limit={limit} with schedule={name!r}",
-                f"it holds up to {rounded_up(needed)} micro-batches of one chunk",
+                f"it needs at least {rounded_up(needed)} micro-batches of one chunk",
                 f"raise the limit to {rounded_up(needed)}{instead}",
             )
         )

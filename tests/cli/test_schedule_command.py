@@ -127,7 +127,7 @@ def refusal(capsys, *argv):
 def test_memory_is_counted_in_one_unit_and_the_value_named_is_enough(capsys, argv, needed):
     words = argv.split()
     err = refusal(capsys, *words)
-    assert f"--memory-limit {words[-1]} with {words[0]}: it holds up to {needed} micro-batches on all layers" in err
+    assert f"--memory-limit {words[-1]} with {words[0]}: it needs at least {needed} micro-batches on all layers" in err
     assert f"raise --memory-limit to {needed}" in err
     code, out = run(capsys, "schedule", *words[:-1], needed, "--json")
     assert code == 0 and max(json.loads(out)["schedules"][0]["peak_activations"]) <= float(needed)
