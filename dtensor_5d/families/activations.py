@@ -175,6 +175,12 @@ def _attention(made: list[Saved], layer: LayerShape, recipe: Recipe, numbers: Nu
         _scores(made, mixer.heads * numbers.seq_len, recipe.softmax == "fp32", numbers)
     else:
         made.append(Saved("attention statistics", 4 * mixer.heads, "tensor"))
+        if recipe.rotary_cat:
+            # Joined queries lie head by head, the output takes their layout, and the product needs a copy of it.
+            made.append(Saved("attention output before its copy", width * out, "tensor"))
+            if len(recipe.qkv) == 1:
+                # Values are a view into the fused product, which so keeps the queries and keys as they were.
+                made.append(Saved("queries and keys before rotation", width * (q + k), "tensor"))
     made.append(Saved("keys", width * k, "tensor"))
     made.append(Saved("values", width * v, "tensor"))
     made.append(Saved("attention output", width * out, "tensor", feeds=True))

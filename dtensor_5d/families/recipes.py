@@ -68,6 +68,7 @@ class Recipe:
     kv: str = "field"  # field, heads (as many as queries), multi_query
     attention_gate: str | None = None  # afmoe: gate_proj; qwen3_next: q (twice as many queries)
     sinks: bool = False
+    rotary_cat: bool = False  # rotates a part of each head and joins the parts again
     softmax: str = "fp32"  # or compute: the dtype in which eager attention normalises the scores
     mla: bool = False
     indexer: bool = False
@@ -329,12 +330,17 @@ _WHOLE_HEADS = frozenset((
     "hunyuan_v1_moe", "arcee", "ministral", "internlm3", "deepseek_v2", "olmoe",
 ))  # fmt: skip
 
+_ROTARY_CAT = frozenset((
+    "phi", "phi3", "gpt_neox", "glm", "glm4", "nemotron", "minimax_m2", "glm4_moe", "stablelm",
+))  # fmt: skip
+
 
 def recipe_for(model_type: str) -> Recipe | None:
     """The recipe of a family, or None for one that is not known here."""
     if model_type not in RECIPES:
         return None
-    settings = {"whole_heads": model_type in _WHOLE_HEADS, **RECIPES[model_type]}
+    listed = {"whole_heads": model_type in _WHOLE_HEADS, "rotary_cat": model_type in _ROTARY_CAT}
+    settings = {**listed, **RECIPES[model_type]}
     if moe := settings.pop("moe", None):
         settings["moe"] = Moe(**moe)
     return Recipe(**settings)

@@ -14,6 +14,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.families.activations import Numbers, Saved, kept_tensors
 from dtensor_5d.families.blocks import LayerShape, Param, linear, vector
 from dtensor_5d.families.contradictions import contradictions
+from dtensor_5d.families.estimates import notes_for
 from dtensor_5d.families.fields import Fields, read_config
 from dtensor_5d.families.flops import product_flops
 from dtensor_5d.families.layers import build_layer, layer_kinds, norm_params
@@ -101,6 +102,11 @@ class ModelShape:
                 Violation(f"preset {name!r}", f"there are {', '.join(PRESETS)}", "choose one, or give a config.json")
             )
         return cls.from_config(PRESETS[name])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is an estimate in this family, a sentence each; parameters never are where the family is known."""
+        return notes_for(self.model_type)
 
     # ---------------------------------------------------------------------------------------------- parameters
     def named_parameters(self) -> Iterator[Param]:

@@ -60,7 +60,7 @@ def memory(
     for rank, stages in enumerate(by_rank):
         moments = fullest_moments(schedule, rank, whole)
         ranks.append(_rank_memory(shape, plan, rank, stages, whole, moments, widths, device))
-    return MemoryReport(tuple(ranks), device)
+    return MemoryReport(tuple(ranks), device, shape.notes)
 
 
 def memory_violations(shape: ModelShape, plan: Plan, *, micro_batch: int, seq_len: int) -> list[Violation]:

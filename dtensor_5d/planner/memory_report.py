@@ -90,7 +90,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per pipeline rank, by cause.
+    """Bytes per pipeline rank, by cause. notes: what of it is an estimate (`ModelShape.notes`).
 
     active: in use at the peak of the fullest rank. reserved: with what the allocator holds beyond that. The line is
     80 % of the device's memory: above it, fragmentation and uneven batches decide whether a run survives.
@@ -98,6 +98,7 @@ class MemoryReport:
 
     ranks: tuple[RankMemory, ...]
     device: Device
+    notes: tuple[str, ...] = ()
 
     @property
     def fullest(self) -> RankMemory:
@@ -147,6 +148,7 @@ class MemoryReport:
             "reserved": self.reserved,
             "fits": self.fits,
             "below_line": self.below_line,
+            "notes": list(self.notes),
             "ranks": [
                 {
                     "rank": r.rank,
@@ -186,4 +188,4 @@ class MemoryReport:
             f"{self.device.memory / GIB:.0f} GiB; "
             f"{verdict} the {self.device.line:.0%} line of {self.line / GIB:.0f} GiB"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])

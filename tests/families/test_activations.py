@@ -42,6 +42,8 @@ REAL = [
     ("olmo2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager"), ("gpt_neox", "eager"), ("phi3", "eager"),
     ("cohere2", "eager"), ("starcoder2", "sdpa"), ("mixtral", "sdpa"), ("qwen3_moe", "sdpa"), ("qwen2_moe", "sdpa"),
     ("deepseek_v3", "eager"), ("hunyuan_v1_moe", "sdpa"), ("glm4_moe", "eager"),
+    ("gpt_neox", "sdpa"), ("phi", "sdpa"), ("phi", "eager"), ("phi3", "sdpa"), ("glm", "sdpa"), ("glm4", "sdpa"),
+    ("nemotron", "sdpa"), ("minimax_m2", "sdpa"), ("glm4_moe", "sdpa"),
     ("olmoe", "sdpa"), ("dots1", "sdpa"), ("arcee", "sdpa"), ("helium", "sdpa"),
 ]  # fmt: skip
 

@@ -81,7 +81,6 @@ VARIATIONS = [
     ("gemma4_text", dict(layer_types=["full_attention"] * 2 + ["sliding_attention"] * 2, global_head_dim=16)),
     ("gemma4_text", dict(num_hidden_layers=12, global_head_dim=16, layer_types=None)),
     ("internlm3", dict(qkv_bias=True, bias=True)),
-    ("internlm3", dict(attention_bias=True)),
 ]
 
 
@@ -265,3 +264,10 @@ def test_importing_the_planner_is_quick_and_loads_no_torch():
     command = [sys.executable, "-c", script]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(5)]
     assert min(float(r.stdout) for r in runs) < 0.05
+
+
+def test_what_is_an_estimate_is_said():
+    assert ModelShape.preset("llama-3.1-8b").notes == ()
+    work, activations = "operations of jamba are an estimate", "activations of jamba are an estimate"
+    notes = ModelShape.from_config(CONFIGS["jamba"]).notes
+    assert [note.startswith(text) for note, text in zip(notes, (activations, work), strict=True)] == [True, True]

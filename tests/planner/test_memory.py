@@ -343,6 +343,15 @@ def test_bad_input_gets_an_answer(arguments, said):
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(("fields", "said"), [
+    (dict(optimizer_numbers=-1), "optimizer_numbers=-1"), (dict(optimizer_numbers=1.5), "optimizer_numbers=1.5"),
+    (dict(device=5), "device of type int"), (dict(attention="sdpa"), "attention='sdpa'"),
+])  # fmt: skip
+def test_bad_arguments_get_an_answer(fields, said):
+    with pytest.raises(PlanError, match=said):
+        memory(ModelShape.preset("smollm2-135m"), Plan(Degrees(), Options()), micro_batch=1, seq_len=64, **fields)
+
+
 def test_all_violations_come_at_once():
     with pytest.raises(PlanError) as caught:
         weigh("llama-3.1-8b", dict(tp=3, dp_shard=2, ep=2), micro_batch=0)
@@ -359,3 +368,22 @@ def test_layers_are_split_evenly_and_the_ends_get_less():
             assert max(counts) - min(counts) <= 1
     with pytest.raises(PlanError, match="use pp x chunks <= 3"):
         split_layers(3, 4)
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    (dict(memory=0), ["memory=0", "> 0"]), (dict(context=-1), ["context=-1", ">= 0"]),
+    (dict(line="most", margin=float("nan")), ["line='most'", "margin=nan"]),
+    (dict(memory=float("inf")), ["memory=inf"]),
+])  # fmt: skip
+def test_a_device_of_wrong_numbers_is_refused(fields, said):
+    with pytest.raises(PlanError) as caught:
+        Device(**fields)
+    assert all(text in str(caught.value) for text in said)
+
+
+def test_the_report_says_what_is_an_estimate():
+    plan = Plan(Degrees(), Options())
+    report = memory(ModelShape.from_config(tiny_config("jamba")), plan, micro_batch=1, seq_len=64)
+    assert report.to_dict()["notes"] == list(report.notes)
+    assert report.notes
+    assert all(note in str(report) for note in report.notes)
