@@ -29,7 +29,8 @@ def build_layer(fields: Fields, recipe: Recipe, index: int, kind: str) -> LayerS
             feed += dense
     else:
         feed, inner = _mlp(fields, recipe, prefix, index)
-    norms = [p for name in (*_norm_names(fields, recipe), *(moe.norms if moe else ())) for p in norm_params(fields, recipe, prefix + name)]
+    named = (*_norm_names(fields, recipe), *(moe.norms if moe else ()))
+    norms = [p for name in named for p in norm_params(fields, recipe, prefix + name)]
     extra = _per_layer_embedding_params(fields, prefix)
     return LayerShape(
         index,
@@ -165,8 +166,8 @@ def _attention(fields: Fields, recipe: Recipe, name: str, index: int, kind: str)
     if recipe.attention_gate and recipe.attention_gate != "q":
         made += linear(f"{name}.{recipe.attention_gate}", heads * size, hidden, "attention", "column", granule=size)
     made += linear(
-        f"{name}.{recipe.out}", hidden, hidden if recipe.out_square else heads * size, "attention", "row", bias=out_bias, granule=size,
-        transposed=recipe.conv1d,
+        f"{name}.{recipe.out}", hidden, hidden if recipe.out_square else heads * size, "attention", "row",
+        bias=out_bias, granule=size, transposed=recipe.conv1d,
     )  # fmt: skip
     window = 0
     if kind == "sliding":
