@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["RandomStreams", "is_random", "stream_seed"]
+__all__ = ["RandomStreams", "SavedStream", "is_random", "part_of_stream", "stream_seed"]
 
 
 def stream_seed(*parts: int | str) -> int:
@@ -52,3 +53,34 @@ class RandomStreams:
         with torch.random.fork_rng(devices=self._devices, device_type=kind):
             torch.manual_seed(stream_seed("dropout", self._seed, window, micro_batch, self._rank))
             yield
+
+
+@dataclass(frozen=True)
+class SavedStream:
+    """Where the default generator of a device stood."""
+
+    generator: torch.Generator
+    state: torch.Tensor
+
+    def restore(self) -> None:
+        self.generator.set_state(self.state)
+
+
+def part_of_stream(device: torch.device, part: int) -> SavedStream:
+    """From here to `restore` this rank draws other numbers than the ranks that do another part of the same work.
+
+    The new seed is drawn from the stream itself, which ranks with the same data share: so a recomputed layer that finds
+    the stream where it was draws the same numbers again.
+    """
+    generator = torch.default_generator if device.type == "cpu" else _default_generator(device)
+    seed = int(torch.randint(1 << 62, (), generator=generator, device=device))
+    saved = SavedStream(generator, generator.get_state())
+    generator.manual_seed(stream_seed("part", seed, part))
+    return saved
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator

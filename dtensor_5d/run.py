@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
-from dtensor_5d.batch import BatchRules, MicroBatch, cut_window
+from dtensor_5d.batch import BatchRules, MicroBatch, cut_window, fingerprint
 from dtensor_5d.checkpoint import pretrained
+from dtensor_5d.checkpoint.gather import whole
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.errors import PlanError, Violation
@@ -25,6 +25,10 @@ from dtensor_5d.loss import LossFunction, nothing, token_loss_sum
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
 from dtensor_5d.random import RandomStreams
+from dtensor_5d.sections import sections_of
+from dtensor_5d.tensor.loss import vocab_parallel_loss_sum
+from dtensor_5d.tensor.state import TensorState
+from dtensor_5d.tensor.style import vocabulary_of
 
 __all__ = ["Run"]
 
@@ -38,6 +42,8 @@ class Parts:
     decoder: Decoder
     batch_rules: BatchRules
     data: DataParallel
+    tensor: TensorState | None
+    vocabulary: int  # logits of the whole model
     agreement: Agreement
     streams: RandomStreams
 
@@ -55,7 +61,7 @@ class Run:
         self.mesh = mesh
         self.data_rank: int = mesh.data_rank
         self.data_size: int = mesh.data_size
-        self.sequence_multiple = 1
+        self.sequence_multiple = parts.batch_rules.multiple
         self._parts = parts
         self._source: str | Path | None = None
         self._windows = 0
@@ -84,7 +90,7 @@ class Run:
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=device)
-        with self._parts.data.window():
+        with self._window():
             for number, micro in enumerate(window):
                 self._parts.data.micro_batch(is_last=number + 1 == most)
                 with self._parts.streams.of(self._windows, number):
@@ -141,16 +147,18 @@ class Run:
             out = self._forward(micro)
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
-        return out
+        return out[:, : micro.length]
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""
-        return {name: _full(p.detach()) for name, p in self.named_parameters()}
+        packed = sections_of(self.model)
+        return {name: whole(p, packed.get(name)) for name, p in self.named_parameters()}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradient of every named parameter as a full tensor on every rank, zeros where there is none."""
+        packed = sections_of(self.model)
         return {
-            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else _full(p.grad)
+            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else whole(p.grad, packed.get(name))
             for name, p in self.named_parameters()
         }
 
@@ -198,8 +206,8 @@ class Run:
             window = self._cut(batch, need_labels, parts)
         except Exception as problem:
             error = problem
-        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window))
-        return window, max(row[0] for row in every), sum(row[1] for row in every)
+        every = self._exchanged(error, window)
+        return window, max(row[0] for row in every), self._tokens(every)
 
     def _next_batch(self, source: Iterator[Batch]) -> tuple[list[MicroBatch], int, int, bool]:
         window: list[MicroBatch] = []
@@ -211,8 +219,31 @@ class Run:
             window = self._cut(batch, True, None) if batch is not None else []
         except Exception as problem:
             error = problem
-        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), int(more))
-        return window, max(r[0] for r in every), sum(r[1] for r in every), any(r[2] for r in every)
+        every = self._exchanged(error, window, int(more))
+        return window, max(row[0] for row in every), self._tokens(every), any(row[3] for row in every)
+
+    def _exchanged(self, error: Exception | None, window: list[MicroBatch], *more: int) -> list[list[int]]:
+        """By rank: micro-batches, supervised tokens, what the batch is, `more`. Errors: `PlanError` on every rank
+        where ranks that must read the same batch do not."""
+        peers = self.mesh.world_size // self.data_size
+        what = fingerprint(window) if peers > 1 else 0
+        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), what, *more)
+        share = self.mesh.axes["data"].index
+        first = {share(rank): rank for rank in reversed(range(len(every)))}
+        for rank, row in enumerate(every):
+            other = first[share(rank)]
+            if row != every[other]:
+                raise PlanError(
+                    Violation(f"other rows on rank {rank} than on rank {other}",
+                              f"both have data_rank {share(rank)} of {self.data_size}: they must read the same batch",
+                              "read the rows of run.data_rank, not of the process's rank")
+                )  # fmt: skip
+        return every
+
+    def _tokens(self, every: list[list[int]]) -> int:
+        """Supervised tokens of all ranks, those of ranks that read the same rows once."""
+        share = self.mesh.axes["data"].index
+        return sum({share(rank): row[1] for rank, row in enumerate(every)}.values())
 
     def _cut(self, batch: Batch | Sequence[Batch], need_labels: bool, parts: int | None) -> list[MicroBatch]:
         return cut_window(
@@ -225,21 +256,43 @@ class Run:
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
         # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
-        logits: torch.Tensor = self.model(**micro.runnable(), use_cache=False).logits
+        inputs = micro.runnable(self.sequence_multiple)
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
         return logits
 
     def _loss_of(self, micro: MicroBatch, loss: LossFunction | None, tokens: int) -> torch.Tensor:
         """This micro-batch's part of the global mean."""
-        logits = self._forward(micro)
+        tensor = self._parts.tensor
+        if tensor is None or loss is not None:
+            logits = self._forward(micro)
+            if micro.tokens == 0 or micro.labels is None:
+                return nothing(logits)
+            return (loss or token_loss_sum)(logits, micro.labels) / tokens
+        with tensor.cut_logits():
+            logits = self._forward(micro)
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
-        return (loss or token_loss_sum)(logits, micro.labels) / tokens
+        start, end = vocabulary_of(self._parts.vocabulary, tensor)
+        return vocab_parallel_loss_sum(logits, micro.labels, tensor.group, start, end) / tokens
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]
         if group.size() > 1:
             dist.all_reduce(value, group=group.get_group())
         return value
+
+    @contextmanager
+    def _window(self) -> Iterator[None]:
+        data, tensor = self._parts.data, self._parts.tensor
+        if tensor is None:
+            with data.window():
+                yield
+            return
+        data.reshard()  # names lead to stored gradients, here and where they are summed
+        with tensor.window():
+            with data.window():
+                yield
+            data.reshard()
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -262,6 +315,3 @@ class Run:
                           "call run.load_pretrained(folder) or run.init_weights(seed)")
             )  # fmt: skip
 
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

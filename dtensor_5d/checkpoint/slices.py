@@ -5,6 +5,7 @@ M, N: sizes of a dim.  A run is a `slice(start, stop)`; a dim cut by `_StridedSh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -12,50 +13,79 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["Runs", "cut", "cut_with", "local_part", "local_slices", "placed_slices", "put", "shape_of", "whole_slices"]
+from dtensor_5d.sections import Sections
+
+__all__ = [
+    "Runs", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put", "shape_of", "whole_slices",
+]  # fmt: skip
 
 Runs = tuple[tuple[slice, ...], ...]
 """One tuple of increasing, disjoint slices per dim."""
 
 
-def local_slices(tensor: torch.Tensor) -> Runs:
+def local_slices(tensor: torch.Tensor, sections: Sections | None = None) -> Runs:
     """The runs of the whole tensor that this rank's local shard holds, dim by dim; everything for a plain tensor.
 
     Example: a [6, 4] DTensor with `Shard(0)` on 4 ranks: `((slice(2, 4),), (slice(0, 4),))` on rank 1 and
     `((), (slice(0, 4),))` on rank 3, whose shard is empty.
 
-    Errors: `ValueError` for a `Partial` placement: such a shard is no part of the whole tensor but a summand of it.
+    sections: how the tensor is packed, if it is. Errors: `ValueError` for a `Partial` placement: such a shard is no
+    part of the whole tensor but a summand of it.
     """
     if not isinstance(tensor, DTensor):
         return whole_slices(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the mesh and stores nothing
         return tuple(() for _ in tensor.shape)
-    return placed_slices(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements)
+    return placed_slices(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements, sections)
 
 
 def placed_slices(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    sections: Sections | None = None,
 ) -> Runs:
     """`local_slices` without a live mesh: of the rank at `coordinate` in a mesh of `mesh_shape`.
 
-    torch's own split is applied to the indices 0..M-1 of a dim, placement by placement from the outer to the inner
-    mesh axis: the order in which `distribute_tensor` cuts. (`compute_local_shape_and_global_offset` walks the same
-    way, but keeps only the first index, which is not enough for `_StridedShard`.)
+    torch's own split is applied to the indices 0..M-1 of a dim, in the order of `cutting_order`.
+    (`compute_local_shape_and_global_offset` keeps only the first index, which is not enough for `_StridedShard`.)
     """
     index: dict[int, torch.Tensor] = {}
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial):
-            raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
-        if not isinstance(placement, Shard | _StridedShard):
-            continue
-        dim = placement.dim % len(shape)
-        strided = isinstance(placement, _StridedShard)
-        along = _StridedShard(0, split_factor=placement.split_factor) if strided else Shard(0)
+    if sections is not None:
+        index[sections.dim] = sections.order()
+    for axis, along in cutting_order(mesh_shape, placements, len(shape)):
+        dim = placements[axis].dim % len(shape)  # type: ignore[attr-defined]  # only sharding ones are named
         before = index[dim] if dim in index else torch.arange(shape[dim])
         parts, _ = along._split_tensor(before, mesh_shape[axis], with_padding=False, contiguous=False)
         index[dim] = parts[coordinate[axis]]
     return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
+
+
+def cutting_order(
+    mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
+) -> list[tuple[int, Shard | _StridedShard]]:
+    """Which mesh axis cuts first: (axis, its split of a 1-D index), for the axes that cut at all.
+
+    From the outer to the inner axis, as `distribute_tensor` cuts; but where an outer axis is strided by just as much
+    as the inner ones cut the same dim, the inner ones were first: so FSDP2 shards what another axis has cut, and only
+    in this order uneven shards come out as FSDP2 stores them.
+    """
+    order: list[tuple[int, Shard | _StridedShard]] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if isinstance(placement, Partial):
+            raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
+        if isinstance(placement, _StridedShard):
+            inner = [a for a, _ in order if placements[a].dim % ndim == placement.dim % ndim]  # type: ignore[attr-defined]
+            if inner and math.prod(mesh_shape[a] for a in inner) == placement.split_factor:
+                order.append((axis, Shard(0)))
+            else:
+                order.insert(0, (axis, _StridedShard(0, split_factor=placement.split_factor)))
+        elif isinstance(placement, Shard):
+            order.insert(0, (axis, Shard(0)))
+    return order
 
 
 def whole_slices(shape: Sequence[int]) -> Runs:
