@@ -1,1 +1,1 @@
-"""The tensor axis: weights cut inside a layer (`style`), tokens cut between blocks (`sequence`), a cut vocabulary."""
+"""The tensor axis: one layer's weights and one token's logits cut over ranks."""
