@@ -158,7 +158,9 @@ class Run:
         """The gradient of every named parameter as a full tensor on every rank, zeros where there is none."""
         packed = sections_of(self.model)
         return {
-            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else whole(p.grad, packed.get(name))
+            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if p.grad is None
+            else whole(p.grad, packed.get(name))
             for name, p in self.named_parameters()
         }
 

@@ -15,13 +15,14 @@ from dtensor_5d.families.tensor import PROVED, TENSOR_RULES
 from dtensor_5d.plan import matches
 from dtensor_5d.plan.patterns import specificity
 
-__all__ = ["TENSOR_STYLES", "can_cut_tokens", "family_violations", "rule_of", "tensor_rules"]
+__all__ = ["TENSOR_STYLES", "can_cut_tokens", "family_violations", "rule_of", "section_count", "tensor_rules"]
 
-# Name -> what it says of a module or a bare parameter. `cut/N` cuts a bare parameter along dim N.
+# Name -> what it says of a module or a bare parameter. `packed_column/N`: N equal sections. `cut/N` cuts a bare
+# parameter along dim N.
 TENSOR_STYLES: Mapping[str, str] = {
     "column": "outputs cut",
     "column_kv": "outputs cut by kv heads, which neighbouring ranks share where there are fewer than ranks",
-    "packed_column": "outputs in two sections (gate and up), each cut",
+    "packed_column": "outputs in two equal sections (gate and up), each cut",
     "qkv": "outputs in three sections (q, k and v), each cut by heads",
     "row": "inputs cut, outputs summed, bias once",
     "norm_column": "an RMS norm over all heads, cut like them",
@@ -79,6 +80,11 @@ def rule_of(name: str, rules: Mapping[str, Any]) -> Any:
     """The style for a name: that of the most specific pattern that fits, or None."""
     fitting = [pattern for pattern in rules if matches(pattern, name)]
     return rules[max(fitting, key=specificity)] if fitting else None
+
+
+def section_count(style: str) -> int:
+    """Equal sections of a `packed_column` or `packed_column/N`."""
+    return int(style.partition("/")[2] or 2)
 
 
 def _blocks(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool) -> dict[str, str]:

@@ -36,7 +36,7 @@ _LATENT = {
 
 TENSOR_RULES: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
-        "gpt2": {"attn.c_attn": "qkv", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
+        "gpt2": {"attn.c_attn": "packed_column/3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
         "opt": {
             "self_attn.q_proj": "column",
             "self_attn.k_proj": "column",

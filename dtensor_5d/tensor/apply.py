@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.adapters.decoder import Decoder
-from dtensor_5d.adapters.tensor_rules import rule_of
+from dtensor_5d.adapters.tensor_rules import rule_of, section_count
 from dtensor_5d.mesh import with_copies
 from dtensor_5d.random import is_random
 from dtensor_5d.tensor.heads import Heads, heads_of
@@ -79,8 +79,8 @@ def _style_of(
         return ColwiseParallel(own_input=own_input, state=state)
     if style == "column_kv":
         return ColwiseParallel(own_input=own_input, grouped=grouped, state=state)
-    if style == "packed_column":
-        return ColwiseParallel(own_input=own_input, sections=2, state=state)
+    if style.startswith("packed_column"):
+        return ColwiseParallel(own_input=own_input, sections=section_count(style), state=state)
     if style == "qkv":
         return ColwiseParallel(own_input=own_input, sections=heads.sections, state=state)
     if style == "row":
@@ -125,12 +125,17 @@ def parameter_dim(style: str, ndim: int) -> int | tuple[int, int] | None:
     """How a bare parameter is cut: a dim, (dim, sections), None for `once`. [E, out, in] experts have 3 dims."""
     if style.startswith("cut/"):
         return int(style[4:])
-    return {"packed_column": (ndim - 2, 2), "column": ndim - 2 if ndim > 1 else 0, "row": ndim - 1, "once": None}[style]
+    if style == "once":
+        return None
+    if style.startswith("packed_column"):
+        return ndim - 2, section_count(style)
+    assert style in ("column", "row"), style
+    return ndim - 1 if style == "row" else max(ndim - 2, 0)
 
 
 def _local_heads(block: nn.Module, inside: list[Any], heads: Heads, tp: int) -> None:
     """Attention modules that shape by a count of heads get the rank's own counts; most take what is there."""
-    if not any(style in ("column_kv", "qkv") or style == "column" for style in inside):
+    if not any(isinstance(style, str) and _cuts_outputs(style) for style in inside):
         return
     for module in block.modules():
         for attribute, (whole, local) in heads.attributes(tp).items():
@@ -141,6 +146,10 @@ def _local_heads(block: nn.Module, inside: list[Any], heads: Heads, tp: int) -> 
             config: Any = copy.copy(module.config)
             config.num_attention_heads = heads.query // tp
             module.config = config
+
+
+def _cuts_outputs(style: str) -> bool:
+    return style in ("column", "column_kv", "qkv") or style.startswith("packed_column")
 
 
 def _around(name: str) -> list[str]:

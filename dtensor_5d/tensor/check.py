@@ -1,4 +1,4 @@
-"""What the rules of the tensor axis ask of a model, and where its sizes do not allow it: all of it, before any change."""
+"""What the rules of the tensor axis ask of a model, and where its sizes do not allow it, before any change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.adapters.decoder import Decoder
-from dtensor_5d.adapters.tensor_rules import TENSOR_STYLES, rule_of
+from dtensor_5d.adapters.tensor_rules import TENSOR_STYLES, rule_of, section_count
 from dtensor_5d.errors import Violation
 from dtensor_5d.tensor.heads import Heads, heads_of
 
 __all__ = ["output_dim", "tensor_violations"]
 
 _LINEAR = ("column", "column_kv", "packed_column", "qkv", "row", "head")
-_BY_HEADS = ("column_kv", "qkv", "norm_column", "norm_column_kv")
+_BY_KV_HEADS = ("column_kv", "qkv", "norm_column_kv")
 
 
 def tensor_violations(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], tp: int) -> list[Violation]:
@@ -49,7 +49,7 @@ def _unknown_styles(rules: Mapping[str, Any]) -> Iterator[Violation]:
     for pattern, style in rules.items():
         if isinstance(style, ParallelStyle) or style in TENSOR_STYLES:
             continue
-        if isinstance(style, str) and re.fullmatch(r"cut/\d", style):
+        if isinstance(style, str) and re.fullmatch(r"cut/\d|packed_column/\d", style):
             continue
         needs = f"must be one of {', '.join(TENSOR_STYLES)}, cut/N or a ParallelStyle"
         yield Violation(f"style {style!r} for {pattern!r} on the tensor axis", needs, "see the README on rules of tp")
@@ -64,7 +64,8 @@ def _head_violations(model: nn.Module, rules: Mapping[str, Any], tp: int) -> Ite
         )  # fmt: skip
         return
     packed = "qkv" in rules.values()
-    if heads.kv % tp and (packed or tp % heads.kv):
+    by_kv = any(style in _BY_KV_HEADS for style in rules.values() if isinstance(style, str))
+    if by_kv and heads.kv % tp and (packed or tp % heads.kv):
         good = [d for d in _divisors(heads.query) if heads.kv % d == 0 or (not packed and d % heads.kv == 0)]
         needs = f"tp must divide the {heads.kv} kv heads" + ("" if packed else f", or {heads.kv} must divide tp")
         yield Violation(f"tp={tp} with {heads.kv} kv heads", needs, f"use tp of {_spelt(good)}")
@@ -72,7 +73,7 @@ def _head_violations(model: nn.Module, rules: Mapping[str, Any], tp: int) -> Ite
 
 def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, tp: int) -> Iterator[Violation]:
     weight = module._parameters.get("weight")
-    if style in _LINEAR:
+    if style.partition("/")[0] in _LINEAR:
         if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
             asked = f"style {style!r} for {name} ({type(module).__name__})"
             yield Violation(asked, "must be a linear layer with a weight of 2 dims", "give the rule to its projections")
@@ -82,8 +83,9 @@ def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, t
         if style == "qkv" and sum(heads.sections) != outputs:
             needs = f"q, k and v of {heads} make {sum(heads.sections)}"
             yield Violation(f"style 'qkv' for {name} with {outputs} outputs", needs, "use 'packed_column' or 'column'")
-        elif style == "packed_column":
-            yield from _size_violation(name, outputs // 2, "outputs in each of its 2 sections", tp)
+        elif style.startswith("packed_column"):
+            count = section_count(style)
+            yield from _size_violation(name, outputs // count, f"outputs in each of its {count} sections", tp)
         elif style == "row":
             yield from _size_violation(name, inputs, "inputs", tp)
         elif style == "column":
@@ -95,7 +97,8 @@ def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, t
     elif style.startswith("norm_column"):
         if weight is None or weight.dim() != 1 or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
             asked = f"style {style!r} for {name} ({type(module).__name__})"
-            yield Violation(asked, "must be an RMS norm with a weight of 1 dim", "use 'replicate_sum' for per-head norms")
+            change = "use 'replicate_sum' for per-head norms"
+            yield Violation(asked, "must be an RMS norm with a weight of 1 dim", change)
 
 
 def _parameter_violations(name: str, shape: tuple[int, ...], style: str, tp: int) -> Iterator[Violation]:
@@ -103,12 +106,12 @@ def _parameter_violations(name: str, shape: tuple[int, ...], style: str, tp: int
         return
     if style.startswith("cut/"):
         dim, sections = int(style[4:]), 1
-    elif style in ("packed_column", "column", "row"):
+    elif style in ("column", "row") or style.startswith("packed_column"):
         dim = len(shape) - 1 if style == "row" else max(len(shape) - 2, 0)
-        sections = 2 if style == "packed_column" else 1
+        sections = section_count(style) if style.startswith("packed_column") else 1
     else:
-        yield Violation(f"style {style!r} for the parameter {name}", "must be cut/N, column, row, packed_column or once",
-                        "give the rule to its module")  # fmt: skip
+        needs = "must be cut/N, column, row, packed_column or once"
+        yield Violation(f"style {style!r} for the parameter {name}", needs, "give the rule to its module")
         return
     if dim >= len(shape):
         yield Violation(f"style {style!r} for {name}", f"it has {len(shape)} dims", "give another dim")

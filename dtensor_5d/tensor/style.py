@@ -232,7 +232,7 @@ class BlockInput(_Style):
 
 
 class BlockOutput(_Style):
-    """A mixture of experts: its input is exchanged once for router, experts and shared experts, its output summed once."""
+    """A mixture of experts: input exchanged once for router, experts and shared experts, output summed once."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         def enter(x: Tensor) -> Tensor:
