@@ -8,8 +8,10 @@ import torch
 from dtensor_5d import Degrees
 from dtensor_5d.families.tensor import PROVED
 from tests.families.tiny import tiny_config
+from tests.harness import run_ranks
 from tests.pairwise import pairwise
-from tests.parity import Case, check_parity, one_without_tokens, padded, ragged, uneven
+from tests.parity import Case, _trial, check_parity, one_without_tokens, padded, ragged, uneven
+from tests.tensor.doubles import StayDouble
 
 FAMILIES = [
     "llama", "qwen2", "qwen3", "mistral_sw", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "gpt2", "gpt_neox",
@@ -68,7 +70,13 @@ def test_exact_in_fp64(family, sequence):
     options = {"microbatches": 2, "sequence_parallel": sequence}
     model = {"num_hidden_layers": 2, "num_key_value_heads": 2}
     degrees = Degrees(tp=4) if sequence else Degrees(dp_shard=2, tp=2)
-    check_parity(Case(family, degrees, options, model, torch.float64, one_without_tokens))
+    case = Case(family, degrees, options, model, torch.float64, one_without_tokens)
+    run_ranks(4, _in_doubles, case, timeout=90.0)
+
+
+def _in_doubles(rank, case):
+    with StayDouble():
+        return _trial(rank, case)
 
 
 @pytest.mark.slow
