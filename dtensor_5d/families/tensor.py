@@ -1,8 +1,7 @@
 """Tensor-parallel rules that families do not ship, as data, and which families are proved.
 
 Rules are relative to a decoder layer. What a family ships (`adapters/rules.py`) stands below these: an entry here
-replaces it, `None` takes it out. `tests/tensor/test_families.py` trains every family of `PROVED` and compares every
-gradient with one process.
+replaces it. `tests/tensor/test_parity.py` trains every family of `PROVED` and compares every gradient with one process.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LATENT = {
     "self_attn.o_proj": "row",
 }
 
-TENSOR_RULES: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
+TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gpt2": {"attn.c_attn": "packed_column/3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
         "opt": {
