@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["RandomStreams", "SavedStream", "is_random", "part_of_stream", "stream_seed"]
+__all__ = ["RandomStreams", "SavedStream", "draw_seed", "is_random", "stream_seed", "switch_stream"]
 
 
 def stream_seed(*parts: int | str) -> int:
@@ -66,20 +66,26 @@ class SavedStream:
         self.generator.set_state(self.state)
 
 
-def part_of_stream(device: torch.device, part: int) -> SavedStream:
-    """From here to `restore` this rank draws other numbers than the ranks that do another part of the same work.
+def draw_seed(device: torch.device) -> int:
+    """The next number of the default stream, as a seed: the same on ranks whose streams are the same."""
+    return int(torch.randint(1 << 62, (), generator=_default_generator(device), device=device))
 
-    The new seed is drawn from the stream itself, which ranks with the same data share: so a recomputed layer that finds
-    the stream where it was draws the same numbers again.
+
+def switch_stream(device: torch.device, *parts: int | str) -> SavedStream:
+    """From here to `restore` the default generator draws the numbers that belong to `parts`.
+
+    With a seed that was drawn from the stream itself, a recomputed layer that finds the stream where it was draws the
+    same numbers again.
     """
-    generator = torch.default_generator if device.type == "cpu" else _default_generator(device)
-    seed = int(torch.randint(1 << 62, (), generator=generator, device=device))
+    generator = _default_generator(device)
     saved = SavedStream(generator, generator.get_state())
-    generator.manual_seed(stream_seed("part", seed, part))
+    generator.manual_seed(stream_seed(*parts))
     return saved
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     generator: torch.Generator = module.default_generators[index]

@@ -97,7 +97,7 @@ def _style_of(
         rows = [n for n, s in styled.items() if s == "row" and n.startswith(name + ".")]
         return BlockInput(row=rows[0][len(name) + 1 :] if len(rows) == 1 else None, state=state)
     if style == "block_sum":
-        return BlockOutput(state=state)
+        return BlockOutput(name=name, state=state)
     if style == "replicate_sum":
         return WholeParameters(state)
     if style == "sequence":

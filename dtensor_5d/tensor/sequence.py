@@ -26,7 +26,7 @@ from dtensor_5d.ops import (
     reduce_scatter_all_gather,
     split_all_gather,
 )
-from dtensor_5d.random import part_of_stream
+from dtensor_5d.random import draw_seed, switch_stream
 from dtensor_5d.tensor.interpose import map_hidden, map_output
 from dtensor_5d.tensor.state import TensorState
 
@@ -52,8 +52,9 @@ def cut_between(layers: list[nn.Module], state: TensorState) -> None:
     saved: list[Any] = []
 
     def cut(x: Tensor) -> Tensor:
-        if state.draws:  # other tokens, other dropout
-            saved.append(part_of_stream(x.device, state.rank))
+        if state.draws and layers[0].training:  # other tokens, other dropout
+            state.seed = draw_seed(x.device)
+            saved.append(switch_stream(x.device, "tokens", state.seed, state.rank))
         return split_all_gather(x, state.group, _tokens(x))
 
     def join(x: Tensor) -> Tensor:

@@ -29,11 +29,12 @@ __all__ = ["TensorState"]
 class TensorState:
     """group: the ranks of the axis. sequence: tokens are cut between blocks. summed: (owner, parameter name, ranks
     with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits: the
-    head gathers its output. draws: training draws random numbers."""
+    head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks."""
 
     group: dist.ProcessGroup
     sequence: bool = False
     draws: bool = False
+    seed: int = 0
     deferred: bool = False
     whole_logits: bool = True
     summed: list[tuple[nn.Module, str, dist.ProcessGroup]] = field(default_factory=list)

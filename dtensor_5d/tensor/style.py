@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.ops import all_gather_split, all_reduce_identity, identity_all_reduce
-from dtensor_5d.random import part_of_stream
+from dtensor_5d.random import SavedStream, draw_seed, switch_stream
 from dtensor_5d.tensor.check import output_dim
 from dtensor_5d.tensor.interpose import interposed, map_hidden, map_output
 from dtensor_5d.tensor.place import cut_parameter
@@ -214,11 +214,11 @@ class BlockInput(_Style):
         self.row = row
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
-        saved: list[Any] = []
+        saved: list[SavedStream] = []
 
         def enter(x: Tensor) -> Tensor:
             if state.draws and module.training and not state.sequence and self.row:
-                saved.append(part_of_stream(x.device, state.rank))
+                saved.append(switch_stream(x.device, "block", draw_seed(x.device), state.rank))
             return into_block(x, state)
 
         def leave(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,16 +232,34 @@ class BlockInput(_Style):
 
 
 class BlockOutput(_Style):
-    """A mixture of experts: input exchanged once for router, experts and shared experts, output summed once."""
+    """A mixture of experts: input exchanged once for router, experts and shared experts, output summed once.
+
+    Every rank routes the same tokens in the same way, so what a router draws (jitter) is the same on all of them.
+    name: tells its numbers from those of other blocks.
+    """
+
+    def __init__(self, *, name: str = "", state: TensorState | None = None) -> None:
+        super().__init__(state)
+        self.name = name
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
+        saved: list[SavedStream] = []
+
         def enter(x: Tensor) -> Tensor:
             y = into_block(x, state)
-            # Router jitter writes into its input, which autograd forbids in a view.
-            return y.clone() if state.draws and module.training else y
+            if not (state.draws and module.training):
+                return y
+            if state.sequence:
+                saved.append(switch_stream(x.device, "router", state.seed, self.name))
+            return y.clone()  # jitter writes into its input, which autograd forbids in a view
+
+        def leave(y: Tensor) -> Tensor:
+            if saved:
+                saved.pop().restore()
+            return out_of_block(y, state)
 
         interposed(module).before.append(map_hidden(enter))
-        interposed(module).after.append(map_output(lambda y: out_of_block(y, state)))
+        interposed(module).after.append(map_output(leave))
 
 
 def vocabulary_of(size: int, state: TensorState) -> tuple[int, int]:
