@@ -194,13 +194,13 @@ class HeadParallel(ColwiseParallel):
         sizes = [end - start for start, end in _vocabulary_parts(vocabulary, state.size)]
         for name in _own(module):
             _read_cut(module, name, mesh, 0, state)
-        between = interposed(module)
-        between.before.append(map_hidden(lambda x: identity_all_reduce(x, state.group)))
 
         def gather(logits: Tensor) -> Tensor:
             return all_gather_split(logits, state.group, -1, sizes) if state.whole_logits else logits
 
-        between.after.append(gather)
+        # A hook of the call: whoever runs forward chunk by chunk over tokens has its input exchanged once.
+        module.register_forward_pre_hook(lambda _, args: (identity_all_reduce(args[0], state.group), *args[1:]))
+        interposed(module).after.append(gather)
 
 
 class BlockInput(_Style):
