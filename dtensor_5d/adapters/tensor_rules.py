@@ -31,6 +31,7 @@ TENSOR_STYLES: Mapping[str, str] = {
     "head": "vocabulary cut",
     "block": "input exchanged once",
     "block_sum": "input exchanged once, output summed once",
+    "sum_output": "output summed once, of several parts",
     "replicate_sum": "whole, used on a part: gradient summed",
     "sequence": "whole, used on a part of the sequence: gradient summed",
     "replicate": "whole, used on the whole",
@@ -72,6 +73,7 @@ def tensor_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, 
             rules[head + suffix] = added
     rules |= {_generic(name): "replicate_sum" for name in decoder.routers}
     rules |= own
+    rules |= _adapters(model, rules)
     rules |= {p: s for p, s in _blocks(model, decoder, rules, sequence).items() if p not in own}
     return rules
 
@@ -80,6 +82,26 @@ def rule_of(name: str, rules: Mapping[str, Any]) -> Any:
     """The style for a name: that of the most specific pattern that fits, or None."""
     fitting = [pattern for pattern in rules if matches(pattern, name)]
     return rules[max(fitting, key=specificity)] if fitting else None
+
+
+def _adapters(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """LoRA around a linear layer (peft's names): the adapters follow the layout of the layer that they adapt.
+
+        column   A whole, B cut as the layer          row   A cut as the layer, B whole; both parts summed once
+    """
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        style = rule_of(name, rules)
+        if not isinstance(style, str) or "base_layer" not in dict(module.named_children()):
+            continue
+        outer = _generic(name)
+        first, second = ("row", "replicate_sum") if style == "row" else ("replicate_sum", style)
+        found |= {outer: "sum_output" if style == "row" else "block", f"{outer}.base_layer": style}
+        for below, _ in module.named_modules():
+            for piece, its in (("lora_A.", first), ("lora_B.", second)):
+                if below.startswith(piece):
+                    found[f"{outer}.{_generic(below)}"] = its
+    return found
 
 
 def section_count(style: str) -> int:

@@ -27,6 +27,7 @@ from dtensor_5d.tensor.style import (
     NormParallel,
     RowwiseParallel,
     SequenceParallel,
+    SumOutput,
     VocabularyEmbedding,
     WholeParameters,
 )
@@ -55,14 +56,20 @@ def apply_rules(
     for name, style in styled.items():
         if style is None:
             continue
-        blocks = [styled[outer] for outer in _around(name) if styled.get(outer) in ("block", "block_sum")]
-        place = _Place(bool(blocks), "block_sum" in blocks)
+        around = [styled.get(outer) for outer in _around(name)]
+        in_block = "block" in around or "block_sum" in around
+        place = _Place(in_block, "block_sum" in around or "sum_output" in around)
+        if style == "block" and in_block:
+            continue  # what is around it has exchanged its input already
         made = _style_of(style, name, styled, place, heads, grouped, state)
         if made is not None:
             made._apply(modules[name], mesh)
         if style in ("block", "block_sum"):
             _local_heads(modules[name], [styled.get(n) for n in styled if n.startswith(name + ".")], heads, mesh.size())
     _bare_parameters(model, modules, rules, mesh, state)
+    inner = tuple(f"{name}." for name, style in styled.items() if style in ("block", "block_sum"))
+    inner += (f"{decoder.layers}.",) if sequence else ()
+    state.whole_outputs = frozenset(n for n in modules if n and not n.startswith(inner)) - {decoder.head}
     if sequence:
         cut_between([modules[decoder.layer(n)] for n in range(decoder.n_layers)], state)
     return state
@@ -96,6 +103,8 @@ def _style_of(
     if style == "block":
         rows = [n for n, s in styled.items() if s == "row" and n.startswith(name + ".")]
         return BlockInput(row=rows[0][len(name) + 1 :] if len(rows) == 1 else None, state=state)
+    if style == "sum_output":
+        return SumOutput(state=state)
     if style == "block_sum":
         return BlockOutput(name=name, state=state)
     if style == "replicate_sum":

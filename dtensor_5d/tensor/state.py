@@ -29,12 +29,14 @@ __all__ = ["TensorState"]
 class TensorState:
     """group: the ranks of the axis. sequence: tokens are cut between blocks. summed: (owner, parameter name, ranks
     with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits: the
-    head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks."""
+    head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks.
+    whole_outputs: modules whose output every rank has whole."""
 
     group: dist.ProcessGroup
     sequence: bool = False
     draws: bool = False
     seed: int = 0
+    whole_outputs: frozenset[str] = frozenset()
     deferred: bool = False
     whole_logits: bool = True
     summed: list[tuple[nn.Module, str, dist.ProcessGroup]] = field(default_factory=list)

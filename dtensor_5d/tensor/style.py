@@ -36,7 +36,7 @@ from dtensor_5d.tensor.state import TensorState
 
 __all__ = [
     "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
-    "SequenceParallel", "VocabularyEmbedding", "WholeParameters", "vocabulary_of",
+    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters", "vocabulary_of",
 ]  # fmt: skip
 
 
@@ -229,6 +229,13 @@ class BlockInput(_Style):
         interposed(module).before.append(map_hidden(enter))
         if self.row:
             interposed(module.get_submodule(self.row)).before.append(leave)
+
+
+class SumOutput(_Style):
+    """A module whose output is a sum of several row-parallel parts that do not sum by themselves."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
+        interposed(module).after.append(map_output(lambda y: out_of_block(y, state)))
 
 
 class BlockOutput(_Style):
