@@ -54,7 +54,8 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names[axis])]
     own = options.rules.get("tp", {})
     if degrees.tp != 1:
-        bad += family_violations(str(getattr(model.config, "model_type", "")), own)
+        kind = str(getattr(model.config, "model_type", ""))
+        bad += family_violations(kind, decoder, own, options.sequence_parallel)
     if bad:
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The rules of the tensor axis for a model: what it ships, what `families/tensor.py` adds, and the blocks around both."""
+"""The rules of the tensor axis for a model: what it ships, what `families/tensor.py` adds, the blocks around both."""
 
 from __future__ import annotations
 
@@ -42,14 +42,19 @@ TENSOR_STYLES: Mapping[str, str] = {
 _SHIPPED: Mapping[str, str | None] = {"experts_sum": None, "local": None, "latent": "replicate_sum"}
 
 
-def family_violations(kind: str, own_rules: Mapping[str, Any]) -> list[Violation]:
-    """A family whose rules nobody has proved, unless the user brings rules."""
-    if kind in PROVED or own_rules:
-        return []
-    return [
-        Violation(f"tp for the family {kind!r}", f"tensor-parallel rules are proved for {', '.join(PROVED)}",
-                  "use dp_shard, or give rules={'tp': {pattern: style}} for every module to cut")
-    ]  # fmt: skip
+def family_violations(
+    kind: str, decoder: Decoder, own_rules: Mapping[str, Any], sequence: bool | None
+) -> list[Violation]:
+    """A family whose rules nobody has proved, unless the user brings rules; layers that cannot run on a part."""
+    bad = []
+    if kind not in PROVED and not own_rules:
+        needs = f"tensor-parallel rules are proved for {', '.join(PROVED)}"
+        change = "use dp_shard, or give rules={'tp': {pattern: style}} for every module to cut"
+        bad.append(Violation(f"tp for the family {kind!r}", needs, change))
+    if sequence and not can_cut_tokens(decoder):
+        needs = "every layer must run once, in the order of its number, to hand on a part of the sequence"
+        bad.append(Violation("sequence_parallel=True", needs, "use sequence_parallel=False for this model"))
+    return bad
 
 
 def can_cut_tokens(decoder: Decoder) -> bool:

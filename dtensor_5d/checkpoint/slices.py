@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dtensor_5d.sections import Sections
 
 __all__ = [
-    "Runs", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put", "shape_of", "whole_slices",
+    "Runs", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put", "shape_of",
+    "whole_slices",
 ]  # fmt: skip
 
 Runs = tuple[tuple[slice, ...], ...]

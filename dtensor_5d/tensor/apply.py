@@ -49,7 +49,8 @@ def apply_rules(
     """Cuts `model` over `mesh` (the tp axis) as the rules say; they must have passed `tensor_violations`."""
     state = TensorState(mesh.get_group(), sequence=sequence, draws=is_random(model))
     heads = heads_of(model)
-    copies = heads.copies(mesh.size())
+    shared = any(style in ("column_kv", "norm_column_kv") for style in rules.values() if isinstance(style, str))
+    copies = heads.copies(mesh.size()) if shared else 1
     grouped = with_copies(mesh, copies) if copies > 1 else None
     modules = dict(model.named_modules())
     styled = {name: rule_of(name, rules) for name in modules}

@@ -94,11 +94,12 @@ def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, t
         if weight is None or weight.dim() != 2 or not hasattr(module, "num_embeddings"):
             asked = f"style 'embedding' for {name} ({type(module).__name__})"
             yield Violation(asked, "must be an embedding with a weight of 2 dims", "leave it whole: 'replicate'")
-    elif style.startswith("norm_column"):
-        if weight is None or weight.dim() != 1 or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
-            asked = f"style {style!r} for {name} ({type(module).__name__})"
-            change = "use 'replicate_sum' for per-head norms"
-            yield Violation(asked, "must be an RMS norm with a weight of 1 dim", change)
+    elif style.startswith("norm_column") and not (
+        weight is not None and weight.dim() == 1 and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
+    ):
+        asked = f"style {style!r} for {name} ({type(module).__name__})"
+        change = "use 'replicate_sum' for per-head norms"
+        yield Violation(asked, "must be an RMS norm with a weight of 1 dim", change)
 
 
 def _parameter_violations(name: str, shape: tuple[int, ...], style: str, tp: int) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""fp64 all the way: transformers computes norms and softmax in fp32 whatever the model's dtype, which hides exactness."""
+"""fp64 all the way: transformers computes norms and softmax in fp32 whatever the dtype, which hides exactness."""
 
 from __future__ import annotations
 
