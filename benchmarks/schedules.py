@@ -91,6 +91,10 @@ def torch_1f1b():
     torch_schedules._simulate_comms_compute(table, lambda s: s, 16)
 
 
+def zb_auto(limit):
+    build("zb-auto", ranks=8, microbatches=32, costs=Costs(29802, 29428, 19530, 577), memory_limit=limit)
+
+
 def torch_table(schedule):
     make, kind = torch_schedules._Action, torch_schedules._ComputationType
     return {r: [make(a.stage, kind(a.kind), a.microbatch) for a in row] for r, row in enumerate(schedule.table)}
@@ -101,11 +105,9 @@ SPEED = {
     "build + check + simulate 1f1b p16 m128": (ours_1f1b, 0.05, 9),
     "torch's validate + simulate of the same": (torch_1f1b, math.nan, 3),
     "lower 1f1b p16 m128": (lambda: lower(build("1f1b", ranks=16, microbatches=128)), math.nan, 5),
-    "zb-auto p8 m32, 2p": (
-        lambda: build("zb-auto", ranks=8, microbatches=32, costs=Costs(29802, 29428, 19530, 577), memory_limit=16), 2, 3),
-    "zb-auto p8 m32, 1p": (
-        lambda: build("zb-auto", ranks=8, microbatches=32, costs=Costs(29802, 29428, 19530, 577), memory_limit=8), 2, 3),
-}  # fmt: skip
+    "zb-auto p8 m32, 2p": (lambda: zb_auto(16), 2, 3),
+    "zb-auto p8 m32, 1p": (lambda: zb_auto(8), 2, 3),
+}
 
 
 def speed() -> list[dict]:

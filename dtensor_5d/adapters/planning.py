@@ -13,6 +13,7 @@ from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan, built_violations, rule_violations
+from dtensor_5d.precision import split_fp32
 from dtensor_5d.tensor.check import tensor_violations
 
 __all__ = ["cuts_tokens", "data_rules", "derive_rules", "plan_for"]
@@ -93,8 +94,8 @@ def data_rules(model: nn.Module, decoder: Decoder, options: Options) -> dict[str
     narrow = options.precision == "bf16" or any(
         p.dtype not in (torch.float32, torch.float64) for p in model.parameters()
     )
-    if narrow and decoder.fp32_modules:
-        rules |= {_over_layers(name, decoder): "unit" for name in decoder.fp32_modules}
+    if narrow:
+        rules |= {_over_layers(name, decoder): "unit" for name in split_fp32(model, decoder.fp32_modules)[0]}
     return rules
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_5d.checkpoint.agree import my_rank
-from dtensor_5d.checkpoint.slices import Runs, cutting_order, local_part, placed_slices, put, shape_of
+from dtensor_5d.checkpoint.slices import Runs, chunk_sizes, cutting_order, local_part, placed_slices, put, shape_of
 from dtensor_5d.ops.exchange import gathered
 from dtensor_5d.sections import Sections
 
 __all__ = ["gather_to", "whole"]
+
+_IN_FLIGHT = 2**28
 
 
 def whole(tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tensor:
@@ -29,11 +31,9 @@ def whole(tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tenso
     length = list(tensor.shape)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds nothing of the tensor"
-    for axis, along in cutting_order(mesh.shape, placements, tensor.dim()):
-        assert isinstance(along, Shard), "strided shards that no inner axis cuts have no contiguous parts"
-        dim = placements[axis].dim % tensor.dim()  # type: ignore[attr-defined]  # only sharding ones are named
-        parts, _ = along._split_tensor(torch.arange(length[dim]), mesh.size(axis), with_padding=False, contiguous=False)
-        sizes.append((axis, dim, [part.numel() for part in parts]))
+    for axis, dim, groups in cutting_order(mesh.shape, placements, tensor.dim()):
+        assert groups == 1, "strided shards that no inner axis cuts have no contiguous parts"
+        sizes.append((axis, dim, chunk_sizes(length[dim], mesh.size(axis))))
         length[dim] = sizes[-1][2][coordinate[axis]]
     out = local_part(tensor)
     for axis, dim, lengths in reversed(sizes):
@@ -44,39 +44,59 @@ def whole(tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tenso
 
 
 def gather_to(writer: int, tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tensor | None:
-    """The whole of `tensor` on CPU on rank `writer` (part of its mesh), None elsewhere.
+    """The whole of `tensor` on CPU on rank `writer`, None elsewhere.
 
     Collective over the ranks of its mesh; a plain tensor costs no communication. On a mesh with replicas only the
-    writer's own replica sends.
+    writer's own replica sends. The writer's device holds at most `_IN_FLIGHT` bytes of parts (or one part) at a time.
     """
     mine = writer == my_rank()
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu() if mine else None
-    if not mine and writer not in tensor.device_mesh.mesh:  # a replica elsewhere: the writer's own mesh serves it
+    ranks = tensor.device_mesh.mesh
+    if not mine and writer not in ranks:  # a replica elsewhere: the writer's own mesh serves it
         return None
     local = local_part(tensor).contiguous()
-    parts = [(rank, runs) for rank, runs in _parts(writer, tensor, sections) if all(shape_of(runs))]
+    senders = _replica(writer, tensor)
     if not mine:
-        if any(rank == my_rank() for rank, _ in parts):
+        if my_rank() in senders and local.numel():
             _wait([dist.P2POp(dist.isend, local, writer)])
         return None
     whole = torch.empty(tensor.shape, dtype=local.dtype)
-    received = {rank: local.new_empty(shape_of(runs)) for rank, runs in parts if rank != writer}
-    _wait([dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in received.items()])
-    for rank, runs in parts:
-        put(whole, runs, local if rank == writer else received[rank])
+    pending: list[tuple[int, Runs]] = []
+    size = 0
+    for rank, place in senders.items():
+        runs = placed_slices(tensor.shape, tuple(ranks.shape), place, tensor.placements, sections)
+        nbytes = math.prod(shape_of(runs)) * local.itemsize
+        if rank == writer:
+            put(whole, runs, local)
+        elif nbytes:
+            if pending and size + nbytes > _IN_FLIGHT:
+                _receive(whole, local, pending)
+                pending, size = [], 0
+            pending.append((rank, runs))
+            size += nbytes
+    _receive(whole, local, pending)
     return whole
 
 
-def _parts(writer: int, tensor: DTensor, sections: Sections | None) -> Iterator[tuple[int, Runs]]:
-    """Which rank holds which part, of the replica that the writer belongs to."""
+def _replica(writer: int, tensor: DTensor) -> dict[int, list[int]]:
+    """Ranks and mesh coordinates of the writer's replica: equal to it on every axis that does not cut."""
     ranks = tensor.device_mesh.mesh
     cut = [isinstance(p, Shard | _StridedShard) for p in tensor.placements]
     at_writer = torch.nonzero(ranks == writer)[0].tolist()
-    for place in torch.nonzero(ranks >= 0).tolist():
-        if all(is_cut or a == b for is_cut, a, b in zip(cut, place, at_writer)):
-            runs = placed_slices(tensor.shape, tuple(ranks.shape), place, tensor.placements, sections)
-            yield int(ranks[tuple(place)]), runs
+    places = torch.nonzero(ranks >= 0).tolist()
+    return {
+        int(ranks[tuple(place)]): place
+        for place in places
+        if all(is_cut or a == b for is_cut, a, b in zip(cut, place, at_writer))
+    }
+
+
+def _receive(whole: torch.Tensor, like: torch.Tensor, parts: list[tuple[int, Runs]]) -> None:
+    buffers = [like.new_empty(shape_of(runs)) for _, runs in parts]
+    _wait([dist.P2POp(dist.irecv, buffer, rank) for buffer, (rank, _) in zip(buffers, parts)])
+    for buffer, (_, runs) in zip(buffers, parts):
+        put(whole, runs, buffer)
 
 
 def _wait(operations: list[dist.P2POp]) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dtensor_5d.sections import Sections
 
 __all__ = [
-    "Runs", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put", "shape_of",
-    "whole_slices",
+    "Runs", "chunk_sizes", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put",
+    "shape_of", "whole_slices",
 ]  # fmt: skip
 
 Runs = tuple[tuple[slice, ...], ...]
@@ -50,43 +50,49 @@ def placed_slices(
 ) -> Runs:
     """`local_slices` without a live mesh: of the rank at `coordinate` in a mesh of `mesh_shape`.
 
-    torch's own split is applied to the indices 0..M-1 of a dim, in the order of `cutting_order`.
-    (`compute_local_shape_and_global_offset` keeps only the first index, which is not enough for `_StridedShard`.)
+    The indices 0..M-1 of a dim are cut as `torch.chunk` cuts, in the order of `cutting_order`. (torch's
+    `compute_local_shape_and_global_offset` tells only the first index, which is not enough for `_StridedShard`.)
     """
     index: dict[int, torch.Tensor] = {}
     if sections is not None:
         index[sections.dim] = sections.order()
-    for axis, along in cutting_order(mesh_shape, placements, len(shape)):
-        dim = placements[axis].dim % len(shape)  # type: ignore[attr-defined]  # only sharding ones are named
+    for axis, dim, groups in cutting_order(mesh_shape, placements, len(shape)):
         before = index[dim] if dim in index else torch.arange(shape[dim])
-        parts, _ = along._split_tensor(before, mesh_shape[axis], with_padding=False, contiguous=False)
-        index[dim] = parts[coordinate[axis]]
+        n, i = mesh_shape[axis], coordinate[axis]
+        index[dim] = torch.cat([_chunk(_chunk(before, groups, group), n, i) for group in range(groups)])
     return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
 
 
 def cutting_order(
     mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
-) -> list[tuple[int, Shard | _StridedShard]]:
-    """Which mesh axis cuts first: (axis, its split of a 1-D index), for the axes that cut at all.
+) -> list[tuple[int, int, int]]:
+    """Which mesh axis cuts first: (axis, dim, groups), for the axes that cut; of each of `groups` parts it takes one.
 
-    From the outer to the inner axis, as `distribute_tensor` cuts; but where an outer axis is strided by just as much
-    as the inner ones cut the same dim, the inner ones were first: so FSDP2 shards what another axis has cut, and only
-    in this order uneven shards come out as FSDP2 stores them.
+    From the outer to the inner axis, as `distribute_tensor` cuts. But where an outer axis is strided by just as much as
+    the inner ones cut the same dim, the inner ones were first: so FSDP2 shards what another axis has cut, and only in
+    this order uneven shards come out as FSDP2 stores them (7 rows on tp 2, then 3: torch's own order names others).
     """
-    order: list[tuple[int, Shard | _StridedShard]] = []
+    order: list[tuple[int, int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
         if isinstance(placement, Partial):
             raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
-        if isinstance(placement, _StridedShard):
-            inner = [a for a, _ in order if placements[a].dim % ndim == placement.dim % ndim]  # type: ignore[attr-defined]
-            if inner and math.prod(mesh_shape[a] for a in inner) == placement.split_factor:
-                order.append((axis, Shard(0)))
-            else:
-                order.insert(0, (axis, _StridedShard(0, split_factor=placement.split_factor)))
-        elif isinstance(placement, Shard):
-            order.insert(0, (axis, Shard(0)))
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        dim = placement.dim % ndim
+        groups = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        inner = [mesh_shape[a] for a, d, _ in order if d == dim]
+        if groups > 1 and math.prod(inner) == groups:
+            order.append((axis, dim, 1))
+        else:
+            order.insert(0, (axis, dim, groups))
     return order
+
+
+def chunk_sizes(length: int, n: int) -> list[int]:
+    """How many of `length` each of n ranks gets from `torch.chunk`."""
+    step = -(-length // n)
+    return [max(min(step, length - i * step), 0) for i in range(n)]
 
 
 def whole_slices(shape: Sequence[int]) -> Runs:
@@ -131,6 +137,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank stores of `tensor`, sharing its memory, outside of autograd."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _chunk(index: torch.Tensor, n: int, i: int) -> torch.Tensor:
+    """The i-th of n chunks, each of ceil(M / n) but for the last ones, which may be empty."""
+    step = -(-index.numel() // n)
+    return index[i * step : (i + 1) * step]
 
 
 def _runs(index: torch.Tensor) -> tuple[slice, ...]:

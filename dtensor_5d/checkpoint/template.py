@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from dtensor_5d.checkpoint.slices import cut, local_part, local_slices
 from dtensor_5d.errors import PlanError, Violation
@@ -111,7 +110,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Gives memory on `device` to what is on meta; the `Parameter` objects stay the same ones, ties included.
 
     The values are arbitrary afterwards. Hooks registered on a parameter while it was on meta do not survive, as with
-    `Module.to_empty`.
+    `Module.to_empty`. FSDP2 looks at the new memory (and pads uneven shards) before its first forward.
     """
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -120,9 +119,6 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _tell_fsdp(module)
 
 
 def swap_in(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -138,13 +134,3 @@ def swap_in(parameter: torch.Tensor, values: torch.Tensor) -> None:
 def fill(tensor: torch.Tensor, whole: torch.Tensor, sections: Sections | None = None) -> None:
     """Copies this rank's slices of `whole` into `tensor`, in place and into its dtype."""
     local_part(tensor).copy_(cut(whole, local_slices(tensor, sections)))
-
-
-def _tell_fsdp(module: FSDPModule) -> None:
-    # FSDP2 pads uneven shards and keeps a flat view of each. It does this again before its first forward, but not
-    # if an earlier forward got as far as refusing parameters on meta. Private: torch 2.13 has no public door to it.
-    state: Any = fully_shard.state(module)
-    for group in state._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            if isinstance(parameter.sharded_param, DTensor):
-                parameter.reset_sharded_param()

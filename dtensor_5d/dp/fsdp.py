@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.plan.patterns import matches, specificity
+from dtensor_5d.precision import split_fp32
 
 __all__ = ["DataParallel", "shard", "units_of"]
 
@@ -91,6 +92,7 @@ def shard(
     size = mesh.size(mesh.ndim - 1)
     plain, exact = _policies(precision)
     tied = _shared_parameters(model)
+    whole = _kept_whole(model, fp32_modules) if precision is not None or _mixed(model) else set()
     prefetchable: list[FSDPModule] = []
     for names, style in units_of(model, rules):
         modules = [model.get_submodule(name) for name in names]
@@ -104,6 +106,7 @@ def shard(
             reshard_after_forward=reshard,
             mp_policy=exact if fp32 else plain,
             shard_placement_fn=_placement(size),
+            ignored_params=whole,
         )
         first = modules[0]
         assert isinstance(first, FSDPModule)
@@ -111,7 +114,14 @@ def shard(
             first.set_unshard_in_backward(False)
         if layers and all(name.startswith(layers + ".") and name.count(".") == layers.count(".") + 1 for name in names):
             prefetchable.append(first)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=plain, shard_placement_fn=_placement(size))
+    fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=plain,
+        shard_placement_fn=_placement(size),
+        ignored_params=whole,
+    )
     for here, following in pairwise(prefetchable):
         here.set_modules_to_forward_prefetch([following])
     for module in model.modules():
@@ -208,6 +218,27 @@ def _placement(size: int) -> Any:
         return None
 
     return choose
+
+
+def _mixed(model: nn.Module) -> bool:
+    return len({p.dtype for p in model.parameters()}) > 1
+
+
+def _kept_whole(model: nn.Module, fp32_modules: Sequence[str]) -> set[nn.Parameter]:
+    """Parameters that stay fp32 although the rest of their module does not: they cannot be in a unit of their own.
+
+    Hugging Face has such for corrections of a router that no gradient reaches. They stay whole on every rank.
+    """
+    whole = set()
+    for name in split_fp32(model, fp32_modules)[1]:
+        own = dict(model.get_submodule(name).named_parameters(recurse=False))
+        trained = [key for key, p in own.items() if p.requires_grad]
+        if trained:
+            asked = f"the trainable fp32 parameter {name}.{trained[0]} beside others of another dtype in {name}"
+            change = "freeze it (requires_grad=False), or train the model in fp32"
+            raise PlanError(Violation(asked, "1 unit must have 1 dtype", change))
+        whole |= set(own.values())
+    return whole
 
 
 def _subgroup(style: str, size: int, mesh: DeviceMesh) -> int | None:

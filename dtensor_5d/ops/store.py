@@ -218,7 +218,7 @@ class WeightGradients:
         for queue in self._queues.values():
             for product in queue:
                 for tensor in product.held:
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
                     storage = local.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())

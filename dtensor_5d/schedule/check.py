@@ -9,7 +9,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.schedule.actions import COMMUNICATION, Action, format_table, leaves
 from dtensor_5d.schedule.costs import Costs
 from dtensor_5d.schedule.data import Schedule
-from dtensor_5d.schedule.lower import with_communication
+from dtensor_5d.schedule.lower import in_order
 from dtensor_5d.schedule.simulate import run
 
 __all__ = ["check"]
@@ -31,7 +31,7 @@ def check(schedule: Schedule) -> None:
         _complete(schedule, rank, row)
     plain = schedule.compute_only() if schedule.lowered else schedule
     cost = Costs(1, 1, 1).for_stages(schedule.stages)
-    rows, stuck = run(plain, cost)
+    starts, ends, stuck = run(plain, cost)
     if stuck:
         _explain(plain, stuck)
     if schedule.lowered:
@@ -39,7 +39,13 @@ def check(schedule: Schedule) -> None:
             _local_order(schedule, rank, row)
         _rendezvous(schedule)
     else:
-        _rendezvous(schedule.with_table(with_communication(schedule, rows, cost, split_backward=True)))
+        meetings: list[list[int]] = [[] for _ in range(schedule.ranks)]
+        for rank, action, peer, peer_rank in in_order(schedule, starts, ends, cost, True):
+            if peer is not None and action.microbatch is not None:
+                message = _message(schedule, action.kind == "F", peer, action.microbatch)
+                meetings[rank].append(message * schedule.ranks + peer_rank)
+                meetings[peer_rank].append(message * schedule.ranks + rank)
+        assert not _unmet(meetings), "an order by time cannot deadlock"
 
 
 def _fail(schedule: Schedule, rank: int, cell: int, required: str, change: str) -> NoReturn:
@@ -175,43 +181,55 @@ def _all_sent(schedule: Schedule, rank: int, stage: int, seen: set[tuple[str, in
                 _fail(schedule, rank, cell, f"{stage}{kind}{mb} is missing", change)
 
 
+def _message(schedule: Schedule, forward: bool, receiver: int, microbatch: int) -> int:
+    """A number for each message; both sides name it by its receiving stage."""
+    return (receiver * schedule.microbatches + microbatch) * 2 + forward
+
+
+def _unmet(meetings: list[list[int]]) -> dict[int, int]:
+    """Let ranks send and receive in order, where both sides of a message must arrive; {rank: where it is stuck}.
+
+    An entry is message * ranks + the other rank.
+    """
+    ranks = len(meetings)
+    position = [0] * ranks
+    ready = list(range(ranks))
+    while ready:
+        rank = ready.pop()
+        own, at = meetings[rank], position[rank]
+        while at < len(own):
+            peer = own[at] % ranks
+            other = meetings[peer]
+            if position[peer] >= len(other) or other[position[peer]] != own[at] - peer + rank:
+                break
+            at += 1
+            position[peer] += 1
+            ready.append(peer)
+        position[rank] = at
+    return {rank: at for rank, at in enumerate(position) if at < len(meetings[rank])}
+
+
 def _rendezvous(schedule: Schedule) -> None:
-    """Execute only the communication, in order: a send and its receive meet, and both ranks move on."""
-    meetings: list[list[tuple[str, int, int | None, int]]] = []
+    """Execute only the communication of a lowered schedule: a send and its receive meet, and both ranks move on."""
+    meetings: list[list[int]] = []
     cells: list[list[int]] = []
-    rank_of = schedule.rank_of
-    after = [schedule.after(s) for s in range(schedule.stages)]
-    before = [schedule.before(s) for s in range(schedule.stages)]
     for row in schedule.table:
         own, at = [], []
         for cell, (stage, kind, mb, _) in enumerate(row):
             if kind not in COMMUNICATION:
                 continue
-            peer = after[stage] if kind in ("SEND_F", "RECV_B") else before[stage]
-            assert peer is not None
-            # Both sides name a message by its receiving stage.
-            own.append((kind[-1], stage if kind[0] == "R" else peer, mb, rank_of[peer]))
+            peer = schedule.after(stage) if kind in ("SEND_F", "RECV_B") else schedule.before(stage)
+            assert peer is not None and mb is not None
+            message = _message(schedule, kind[-1] == "F", stage if kind[0] == "R" else peer, mb)
+            own.append(message * schedule.ranks + schedule.rank_of[peer])
             at.append(cell)
         meetings.append(own)
         cells.append(at)
-    position = [0] * len(meetings)
-    ready = list(range(len(meetings)))
-    while ready:
-        rank = ready.pop()
-        own = meetings[rank]
-        while position[rank] < len(own):
-            letter, stage, mb, peer = own[position[rank]]
-            other = meetings[peer]
-            if position[peer] >= len(other) or other[position[peer]] != (letter, stage, mb, rank):
-                break
-            position[rank] += 1
-            position[peer] += 1
-            ready.append(peer)
-    for rank, own in enumerate(meetings):
-        if position[rank] < len(own):
-            letter, _, _, peer = own[position[rank]]
-            what = "is at its end"
-            if position[peer] < len(cells[peer]):
-                what = f"waits at {schedule.table[peer][cells[peer][position[peer]]]}"
-            required = f"a send and its receive must be reached together, but rank {peer} {what}"
-            _fail(schedule, rank, cells[rank][position[rank]], required, "put the two in the same order on both ranks")
+    stuck = _unmet(meetings)
+    for rank, at_rank in stuck.items():
+        peer = meetings[rank][at_rank] % schedule.ranks
+        what = "is at its end"
+        if peer in stuck:
+            what = f"waits at {schedule.table[peer][cells[peer][stuck[peer]]]}"
+        required = f"a send and its receive must be reached together, but rank {peer} {what}"
+        _fail(schedule, rank, cells[rank][at_rank], required, "put the two in the same order on both ranks")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.schedule.actions import Action, leaves
 from dtensor_5d.schedule.costs import Costs, StageCosts
 from dtensor_5d.schedule.data import Schedule
-from dtensor_5d.schedule.simulate import TimedAction, run
+from dtensor_5d.schedule.simulate import run
 
 __all__ = ["lower"]
 
@@ -51,57 +51,61 @@ def lower(
         raise PlanError(bad)
     plain = schedule.compute_only() if schedule.lowered else schedule
     cost = (costs or Costs(1, 1, 1)).for_stages(schedule.stages)
-    rows, stuck = run(plain, cost)
+    starts, ends, stuck = run(plain, cost)
     if stuck:
         from dtensor_5d.schedule.check import check
 
         check(schedule)
         raise AssertionError("a schedule that cannot run passed its check")
-    table = with_communication(plain, rows, cost, split_backward)
+    table: list[list[Action]] = [[] for _ in range(plain.ranks)]
+    for rank, action, peer, peer_rank in in_order(plain, starts, ends, cost, split_backward):
+        if peer is None:
+            table[rank].append(action)
+        else:
+            letter = "F" if action.kind == "F" else "B"
+            table[rank].append(Action(action.stage, "SEND_" + letter, action.microbatch))
+            table[peer_rank].append(Action(peer, "RECV_" + letter, action.microbatch))
     return plain.with_table(_with_parameters(row, regather, reduce) for row in table)
 
 
-def with_communication(
-    schedule: Schedule, rows: Sequence[Sequence[TimedAction]], cost: StageCosts, split_backward: bool
-) -> list[list[Action]]:
-    """The lists of `rows` with a send and a receive for each result that another rank reads."""
-    rank_of = schedule.rank_of
+def in_order(
+    schedule: Schedule, starts: list[list[float]], ends: list[list[float]], cost: StageCosts, split_backward: bool
+) -> Iterator[tuple[int, Action, int | None, int]]:
+    """One list of all that happens on all ranks, by time: (rank, action, None, -1) when it starts, and
+    (rank, action, reading stage, rank of that) when its result leaves for another rank.
+    """
+    rank_of, table = schedule.rank_of, schedule.table
     after = [schedule.after(s) for s in range(schedule.stages)]
     before = [schedule.before(s) for s in range(schedule.stages)]
-    # (time, 0 for an end or 1 for a start, rank, number within the rank, action). At one instant ends come before
-    # starts: a result is sent and received before anything starts that might need it.
-    events: list[tuple[float, int, int, int, Action]] = []
-    for rank, row in enumerate(rows):
-        i = 0
-        for _, action, start, end in row:
-            if split_backward and action.kind in ("B", "OVERLAP_F_B"):
-                for part, begin, finish in _split(action, start, end, cost):
-                    events.append((begin, 1, rank, i, part))
-                    events.append((finish, 0, rank, i, part))
-                    i += 1
-            else:
-                events.append((start, 1, rank, i, action))
-                if action.kind != "W":
-                    events.append((end, 0, rank, i, action))
-                i += 1
-    events.sort()
-    table: list[list[Action]] = [[] for _ in rows]
-    for _, begins, rank, _, action in events:
-        if begins:
-            table[rank].append(action)
-            continue
-        for stage, kind, mb, _ in action.parts or (action,):
-            if kind == "F":
-                peer = after[stage]
-                if peer is not None and rank_of[peer] != rank:
-                    table[rank].append(Action(stage, "SEND_F", mb))
-                    table[rank_of[peer]].append(Action(peer, "RECV_F", mb))
-            elif kind != "W":
-                peer = before[stage]
-                if peer is not None and rank_of[peer] != rank:
-                    table[rank].append(Action(stage, "SEND_B", mb))
-                    table[rank_of[peer]].append(Action(peer, "RECV_B", mb))
-    return table
+    # Results first: the sort is stable, so at one instant a result is sent and received before anything starts that
+    # might need it.
+    times: list[float] = []
+    ranks: list[int] = []
+    actions: list[Action] = []
+    peers: list[int | None] = []
+    for send in (True, False):
+        for rank, row in enumerate(table):
+            for action, start, end in zip(row, starts[rank], ends[rank]):
+                whole = action.kind in ("F", "I", "W") or not split_backward
+                for part, begin, finish in ((action, start, end),) if whole else _split(action, start, end, cost):
+                    if not send:
+                        times.append(begin)
+                        ranks.append(rank)
+                        actions.append(part)
+                        peers.append(None)
+                        continue
+                    for leaf in part.parts or (part,):
+                        if leaf.kind == "W":
+                            continue
+                        peer = after[leaf.stage] if leaf.kind == "F" else before[leaf.stage]
+                        if peer is not None and rank_of[peer] != rank:
+                            times.append(finish)
+                            ranks.append(rank)
+                            actions.append(leaf)
+                            peers.append(peer)
+    for i in sorted(range(len(times)), key=times.__getitem__):
+        peer = peers[i]
+        yield ranks[i], actions[i], peer, -1 if peer is None else rank_of[peer]
 
 
 def _split(action: Action, start: float, end: float, cost: StageCosts) -> Iterator[tuple[Action, float, float]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dtensor_5d.schedule.lanes import Found, Lanes, Problem
 from dtensor_5d.schedule.rounds import Fill
 
-__all__ = ["blocks", "follow"]
+__all__ = ["blocks", "follow", "wave"]
 
 Order = Sequence[tuple[str, int]]
 """The F and I of a rank as (kind, stage); micro-batches go by number."""
@@ -51,8 +51,43 @@ def _repeat(times: tuple[int, ...], rank: int, ranks: int, microbatches: int) ->
     return [what for _, what in sorted(slots)]
 
 
-def follow(problem: Problem, orders: Sequence[Order], fill: Fill, allowed: tuple[float, ...] | None) -> Found | None:
-    """Play an order of F and I on every rank, W in between; None if memory does not suffice for it."""
+def wave(ranks: int, microbatches: int) -> list[Order]:
+    """ZB-V by hand, W left out: fill, then F and I of the two chunks in turn, then drain."""
+    orders = []
+    # It fills 2p - 1 micro-batches; where there are fewer, the others are taken out again.
+    count = max(microbatches, 2 * ranks - 1)
+    for r in range(ranks):
+        down, up = r, 2 * ranks - 1 - r
+        order = [("F", down)] * (2 * (ranks - r) - 1)
+        order += [("F", up), ("F", down)] * r
+        order += [("F", up), ("I", up)] * (ranks - r)
+        order += [("F", down), ("I", down), ("F", up), ("I", up)] * (count - (2 * ranks - 1 - r))
+        order += [("I", down), ("F", up), ("I", up)] * (ranks - 1 - r)
+        order += [("I", down), ("I", up)] * r
+        order += [("I", down)] * (ranks - r)
+        orders.append(_first(order, microbatches))
+    return orders
+
+
+def _first(order: Order, microbatches: int) -> Order:
+    """Only the micro-batches that there are."""
+    left = {what: microbatches for what in set(order)}
+    kept = []
+    for what in order:
+        if left[what]:
+            left[what] -= 1
+            kept.append(what)
+    return kept
+
+
+def follow(
+    problem: Problem, orders: Sequence[Order], fill: Fill, eager: bool, allowed: tuple[float, ...] | None
+) -> Found | None:
+    """Play an order of F and I on every rank, W in between; None if memory does not suffice for it.
+
+    `eager`: W comes right behind its I as long as a rank has an F to do; otherwise it waits for a gap.
+    """
+    last_f = [max(i for i, (kind, _) in enumerate(order) if kind == "F") for order in orders]
     lanes = Lanes(problem, allowed)
     position = [0] * problem.ranks
     waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
@@ -76,6 +111,8 @@ def follow(problem: Problem, orders: Sequence[Order], fill: Fill, allowed: tuple
             return None
         lanes.fill(rank, arrival, fill[0] if kind == "F" else fill[1])
         (lanes.put_f if kind == "F" else lanes.put_i)(stage, arrival)
+        if kind == "I" and eager and position[rank] < last_f[rank]:
+            lanes.put_w(rank)
         position[rank] += 1
         for other in waiting.pop((kind, stage + 1 if kind == "F" else stage - 1), ()):
             look(other)

@@ -131,18 +131,25 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     cost = costs.for_stages(schedule.stages)
     plain = schedule.compute_only() if schedule.lowered else schedule
-    rows, stuck = run(plain, cost)
+    starts, ends, stuck = run(plain, cost)
     if stuck:
         from dtensor_5d.schedule.check import check
 
         check(schedule)
         raise AssertionError("a schedule that cannot run passed its check")
+    rows = tuple(
+        tuple(TimedAction(rank, *timed) for timed in zip(row, starts[rank], ends[rank]))
+        for rank, row in enumerate(plain.table)
+    )
     peaks, stashes = zip(*(_memory(row, cost) for row in plain.table))
     return Timeline(schedule, costs, rows, peaks, stashes)
 
 
-def run(schedule: Schedule, cost: StageCosts) -> tuple[tuple[tuple[TimedAction, ...], ...], dict[int, int]]:
-    """Every action of a table without communication as early as it can start, and {rank: cell} that never can."""
+def run(schedule: Schedule, cost: StageCosts) -> tuple[list[list[float]], list[list[float]], dict[int, int]]:
+    """Starts and ends of every action of a table without communication, and {rank: cell} that can never start.
+
+    Plain lists of numbers: tens of thousands of small objects would wake the garbage collector.
+    """
     table, count, rank_of = schedule.table, schedule.microbatches, schedule.rank_of
     forward, backward, weight, comm = cost.forward, cost.backward_input, cost.backward_weight, cost.comm
     # Results are numbered: activation of (stage, micro-batch), then gradients. For each stage: where what it reads
@@ -158,13 +165,14 @@ def run(schedule: Schedule, cost: StageCosts) -> tuple[tuple[tuple[TimedAction, 
         reads_i.append((stage * count if sink is None else gradients + sink * count, latency))
     done: list[float] = [-1.0] * (2 * gradients)
     waiting: dict[int, list[int]] = {}
-    out: list[list[TimedAction]] = [[] for _ in table]
+    starts: list[list[float]] = [[] for _ in table]
+    ends: list[list[float]] = [[] for _ in table]
     clock = [0.0] * len(table)
     ready = list(range(len(table)))
     while ready:
         rank = ready.pop()
-        row, timed, now = table[rank], out[rank], clock[rank]
-        for i in range(len(timed), len(row)):
+        row, began, ended, now = table[rank], starts[rank], ends[rank], clock[rank]
+        for i in range(len(began), len(row)):
             action = row[i]
             start, duration, blocked = now, 0.0, -1
             for stage, kind, mb, _ in action.parts or (action,):
@@ -192,7 +200,8 @@ def run(schedule: Schedule, cost: StageCosts) -> tuple[tuple[tuple[TimedAction, 
             if action.parts and cost.overlapped is not None:
                 duration = cost.overlapped[action.parts[0].stage]
             now = start + duration
-            timed.append(TimedAction(rank, action, start, now))
+            began.append(start)
+            ended.append(now)
             for stage, kind, mb, _ in action.parts or (action,):
                 if kind != "W":
                     assert mb is not None
@@ -201,8 +210,8 @@ def run(schedule: Schedule, cost: StageCosts) -> tuple[tuple[tuple[TimedAction, 
                     if key in waiting:
                         ready += waiting.pop(key)
         clock[rank] = now
-    stuck = {rank: len(row) for rank, row in enumerate(out) if len(row) < len(table[rank])}
-    return tuple(tuple(row) for row in out), stuck
+    stuck = {rank: len(row) for rank, row in enumerate(starts) if len(row) < len(table[rank])}
+    return starts, ends, stuck
 
 
 def _memory(row: tuple[Action, ...], cost: StageCosts) -> tuple[float, int]:

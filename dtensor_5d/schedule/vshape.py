@@ -14,7 +14,7 @@ from functools import partial
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.lanes import EPSILON, Problem
 from dtensor_5d.schedule.listing import Policy, list_schedule
-from dtensor_5d.schedule.periodic import blocks, follow
+from dtensor_5d.schedule.periodic import blocks, follow, wave
 from dtensor_5d.schedule.rounds import v_rounds
 from dtensor_5d.schedule.search import Search
 
@@ -51,12 +51,16 @@ def v_schedule(problem: Problem) -> list[list[Action]] | None:
     search = Search(problem, max(BUDGET[0], BUDGET[1] * problem.size))
     for fill in _FILLS:
         search.attempt(partial(v_rounds, problem, fill))
+    by_hand = wave(problem.ranks, problem.microbatches)
+    for eager in (False, True):
+        for fill in _FILLS:
+            search.attempt(partial(follow, problem, by_hand, fill, eager))
     if search.best and problem.limit >= zbv_limit(problem.ranks):
         return search.best.table()
     for hops in (2, 3):
         for orders in itertools.islice(blocks(problem.ranks, problem.microbatches, hops), 2):
             for fill in _FILLS:
-                search.attempt(partial(follow, problem, orders, fill))
+                search.attempt(partial(follow, problem, orders, fill, False))
     # A schedule that keeps the limit even if only W lets go keeps it for any share that I lets go, and greedy choices
     # are not always better for having more memory: try both.
     strict = Problem(problem.rank_of, problem.microbatches, problem.costs, problem.limit, (0.0,) * problem.stages)

@@ -95,9 +95,9 @@ def trains(rank, folder):
     """Two SGD steps on a sharded model that was loaded from meta, then once more after loading over it."""
     config = tiny_config("smollm3", tie_word_embeddings=True)
     model = sharded(on_meta(config), init_device_mesh("cpu", (4,)))
+    ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     load_pretrained(model, folder, device="cpu")
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
 
     def steps():

@@ -207,3 +207,20 @@ def _exact_loss(rank, data):
         loss.backward()
         total += loss.item()
     return total, {n: p.grad for n, p in model.named_parameters()}
+
+
+def _routers(rank, family):
+    run = _run(family, precision="bf16", model=dict(num_hidden_layers=2))
+    loss = run.step(rows(rank, 2, 8, VOCAB)).item()
+    plain = tiny_model(family, num_hidden_layers=2)
+    window = [rows(r, 2, 8, VOCAB) for r in range(2)]
+    tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in window)
+    want = sum(plain(**b, use_cache=False, num_items_in_batch=tokens).loss.item() for b in window)
+    return loss, want, run.grad_norm().item()
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "afmoe"])
+def test_routers_with_parameters_inside_and_beside_them_train_in_bf16(family):
+    """ernie: a correction inside the router; afmoe: a frozen one beside experts of another dtype, kept whole."""
+    for loss, want, norm in run_ranks(2, _routers, family):
+        assert abs(loss - want) < 0.02 * want and norm > 0

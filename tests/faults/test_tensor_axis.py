@@ -197,7 +197,7 @@ def _uneven_twice(rank, vocab):
 
 @pytest.mark.parametrize("vocab", [5, 9, 11])
 def test_f10_a_vocabulary_that_neither_axis_divides(vocab):
-    """5 rows on tp 2: 3 and 2; on dp 2: 2, 1 and 1, 1. torch's own placement names other rows."""
+    """5 rows on tp 2: 3 and 2; on dp 2: 2, 1 and 1, 1."""
     want = tiny_model("llama", **TINY, vocab_size=vocab).lm_head.weight
     grad = _alone([rows(r, 2, 8, vocab) for r in range(2)], vocab_size=vocab)["lm_head.weight"]
     for got, got_grad in run_ranks(4, _uneven_twice, vocab):

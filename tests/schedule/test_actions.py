@@ -8,6 +8,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from dtensor_5d import PlanError
 from dtensor_5d.schedule import Action, Costs, Schedule, build, check, lower, simulate
 
+from .made import made
+
 ONE_COPY = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zbv", "v-half", "v-min", "dualpipev"]
 
 
@@ -37,14 +39,14 @@ def test_text_that_is_no_action(text):
 
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_torch_accepts_our_schedules(name):
-    schedule = build(name, ranks=4, microbatches=8)
+    schedule = made(name)
     home = torch_schedules._validate_schedule(torch_table(schedule), 4, schedule.stages, 8)
     assert home == dict(enumerate(schedule.rank_of))
 
 
 @pytest.mark.parametrize("name", [*ONE_COPY, "dualpipe"])
 def test_csv_both_ways(name, tmp_path):
-    schedule = build(name, ranks=4, microbatches=8)
+    schedule = made(name)
     for table in (schedule, lower(schedule), lower(schedule, "window", "microbatch", split_backward=False)):
         path = tmp_path / "schedule.csv"
         text = table.to_csv(path)
@@ -56,7 +58,7 @@ def test_csv_both_ways(name, tmp_path):
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_torch_simulates_our_lowered_schedules(name):
     """torch's own simulation of sends and receives runs to the end."""
-    schedule = lower(build(name, ranks=3, microbatches=6), None, None)  # it knows no parameter actions
+    schedule = lower(made(name), None, None)  # it knows no parameter actions
     table = torch_table(schedule)
     done = torch_schedules._simulate_comms_compute(table, schedule.rank_of.__getitem__, schedule.stages)
     assert sum(a is not None for row in done.values() for a in row) == sum(map(len, schedule.table))
@@ -83,15 +85,20 @@ def test_interleaved_is_torchs(ranks, chunks, microbatches):
         assert [str(a) for a in row] == expected
 
 
-def test_reads_torchs_csv():
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "costs"),
+    [(4, 8, (3, 3, 2, 0.1)), (8, 24, (4959, 5217, 3519, 213)), (8, 16, (5, 6, 4, 0.5)), (3, 4, (1, 2, 1)),
+     (24, 72, (6763, 6969, 5251, 755))],
+)  # fmt: skip
+def test_reads_torchs_csv(ranks, microbatches, costs):
     """torch's hand-written ZBV, bubbles and all, is a schedule to us; ours is at least as good."""
     theirs = object.__new__(torch_schedules.ScheduleZBVZeroBubble)
-    theirs.pp_group_size, theirs._n_microbatches, theirs.num_stages = 4, 8, 8
-    rows = [theirs._calculate_single_rank_operations(rank) for rank in range(4)]
+    theirs.pp_group_size, theirs._n_microbatches, theirs.num_stages = ranks, microbatches, 2 * ranks
+    rows = [theirs._calculate_single_rank_operations(rank) for rank in range(ranks)]
     text = "\n".join(",".join("" if a is None else str(a) for a in row) for row in rows)
     schedule = Schedule.from_csv(text)
     check(schedule)
-    assert schedule.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
-    costs = Costs(3, 3, 2, 0.1)
-    ours = simulate(build("zbv", ranks=4, microbatches=8, costs=costs), costs)
+    assert schedule.rank_of == (*range(ranks), *reversed(range(ranks)))
+    costs = Costs(*costs)
+    ours = simulate(build("zbv", ranks=ranks, microbatches=microbatches, costs=costs), costs)
     assert max(ours.spans) <= max(simulate(schedule, costs).spans)
