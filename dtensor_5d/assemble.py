@@ -57,7 +57,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     options = plan.options.settled(plan.degrees.pp)
     streams = RandomStreams(model, mesh.data_rank, mesh.device)
     apply_stored_dtype(model, options.precision)
-    tensor, vocabulary = None, _vocabulary(model, decoder)
+    tensor = None
     sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
@@ -78,7 +78,6 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         decoder=decoder,
         batch_rules=_batch_rules(model, decoder, multiple=mesh.degrees.tp if sequence else 1),
         tensor=tensor,
-        vocabulary=vocabulary,
         data=DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce)),
         agreement=agreement,
         streams=streams,
@@ -128,12 +127,6 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
     if bad:
         raise PlanError(bad)
     return plan
-
-
-def _vocabulary(model: nn.Module, decoder: Decoder) -> int:
-    """How many logits a token has."""
-    head = model.get_submodule(decoder.head or decoder.embedding)
-    return int(next(p.shape[0] for p in head.parameters() if p.dim() == 2))
 
 
 def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int) -> BatchRules:

@@ -31,7 +31,17 @@ from torch.utils._pytree import tree_map
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.tensor.loss import Vocabulary, chunked_head_loss_sum, vocab_parallel_loss_sum
 
-__all__ = ["PendingLogits", "loss_sum", "pending_logits"]
+__all__ = ["PendingLogits", "loss_sum", "pending_logits", "tokens_at_a_time"]
+
+
+def tokens_at_a_time(device: torch.device) -> int:
+    """The chunk to use on a device: small enough to save memory, large enough to cost no time.
+
+    Each chunk reads and writes the head's weight gradient once. Beside its three products that is nothing on a CPU
+    (measured: 256 to 512 tokens are the fastest, as the logits stay in the cache); on an accelerator, with a hundred
+    times the arithmetic and the memory not keeping up, it takes a few thousand tokens.
+    """
+    return 512 if device.type == "cpu" else 2048
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,16 @@ from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules, MicroBatch, cut_window, fingerprint
 from dtensor_5d.checkpoint import pretrained
 from dtensor_5d.checkpoint.gather import whole
+from dtensor_5d.chunked import loss_sum, pending_logits, tokens_at_a_time
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.loss import LossFunction, nothing, token_loss_sum
+from dtensor_5d.loss import LossFunction, nothing
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
 from dtensor_5d.random import RandomStreams
 from dtensor_5d.sections import sections_of
-from dtensor_5d.tensor.loss import vocab_parallel_loss_sum
 from dtensor_5d.tensor.state import TensorState
-from dtensor_5d.tensor.style import vocabulary_of
 
 __all__ = ["Run"]
 
@@ -43,7 +42,6 @@ class Parts:
     batch_rules: BatchRules
     data: DataParallel
     tensor: TensorState | None
-    vocabulary: int  # logits of the whole model
     agreement: Agreement
     streams: RandomStreams
 
@@ -264,18 +262,23 @@ class Run:
 
     def _loss_of(self, micro: MicroBatch, loss: LossFunction | None, tokens: int) -> torch.Tensor:
         """This micro-batch's part of the global mean."""
-        tensor = self._parts.tensor
-        if tensor is None or loss is not None:
+        if loss is not None:
             logits = self._forward(micro)
             if micro.tokens == 0 or micro.labels is None:
                 return nothing(logits)
-            return (loss or token_loss_sum)(logits, micro.labels) / tokens
-        with tensor.cut_logits():
+            return loss(logits, micro.labels) / tokens
+        chunk, head = tokens_at_a_time(self._device), self._parts.decoder.head
+        with ExitStack() as stack:
+            vocab = None
+            if self._parts.tensor is not None:
+                vocab = stack.enter_context(self._parts.tensor.cut_logits())
+            if head is not None and micro.labels is not None and micro.labels.numel() > chunk:
+                stack.enter_context(pending_logits(self.model.get_submodule(head)))
             logits = self._forward(micro)
-        if micro.tokens == 0 or micro.labels is None:
-            return nothing(logits)
-        start, end = vocabulary_of(self._parts.vocabulary, tensor)
-        return vocab_parallel_loss_sum(logits, micro.labels, tensor.group, start, end) / tokens
+            if micro.labels is None or micro.is_empty:
+                return nothing(logits)
+            # Inside: chunk by chunk, the head runs again.
+            return loss_sum(logits, micro.labels, chunk, vocab=vocab) / max(tokens, 1)
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_5d.ops import identity_all_reduce
+from dtensor_5d.tensor.loss import Vocabulary
 
 __all__ = ["TensorState"]
 
@@ -30,13 +31,14 @@ class TensorState:
     """group: the ranks of the axis. sequence: tokens are cut between blocks. summed: (owner, parameter name, ranks
     with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits: the
     head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks.
-    whole_outputs: modules whose output every rank has whole."""
+    whole_outputs: modules whose output every rank has whole. vocabulary: the head's columns on this rank."""
 
     group: dist.ProcessGroup
     sequence: bool = False
     draws: bool = False
     seed: int = 0
     whole_outputs: frozenset[str] = frozenset()
+    vocabulary: Vocabulary | None = None
     deferred: bool = False
     whole_logits: bool = True
     summed: list[tuple[nn.Module, str, dist.ProcessGroup]] = field(default_factory=list)
@@ -80,11 +82,12 @@ class TensorState:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
     @contextmanager
-    def cut_logits(self) -> Iterator[None]:
-        """Around forwards whose loss takes the rank's own columns of the logits."""
+    def cut_logits(self) -> Iterator[Vocabulary]:
+        """Around forwards whose loss takes the rank's own columns of the logits: which ones."""
+        assert self.vocabulary is not None, "no head was cut"
         self.whole_logits = False
         try:
-            yield
+            yield self.vocabulary
         finally:
             self.whole_logits = True
 

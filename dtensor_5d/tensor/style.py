@@ -26,17 +26,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtensor_5d.checkpoint.slices import chunk_sizes
 from dtensor_5d.ops import all_gather_split, all_reduce_identity, identity_all_reduce
 from dtensor_5d.random import SavedStream, draw_seed, switch_stream
 from dtensor_5d.tensor.check import output_dim
 from dtensor_5d.tensor.interpose import interposed, map_hidden, map_output
+from dtensor_5d.tensor.loss import Vocabulary
 from dtensor_5d.tensor.place import cut_parameter
 from dtensor_5d.tensor.sequence import into_block, out_of_block
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = [
     "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
-    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters", "vocabulary_of",
+    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters",
 ]  # fmt: skip
 
 
@@ -168,7 +170,7 @@ class VocabularyEmbedding(_Style):
     """An embedding of which each rank holds some rows; the vocabulary need not divide."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
-        start, end = vocabulary_of(module.weight.shape[0], state)  # type: ignore[union-attr,index]
+        start, end = _vocabulary_part(module.weight.shape[0], state)  # type: ignore[union-attr,index]
         _read_cut(module, "weight", mesh, 0, state)
         between = interposed(module)
         local = between.reads["weight"]
@@ -191,7 +193,8 @@ class HeadParallel(ColwiseParallel):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         vocabulary = module.weight.shape[0]  # type: ignore[union-attr,index]
-        sizes = [end - start for start, end in _vocabulary_parts(vocabulary, state.size)]
+        state.vocabulary = Vocabulary(state.group, *_vocabulary_part(vocabulary, state))
+        sizes = chunk_sizes(vocabulary, state.size)
         for name in _own(module):
             _read_cut(module, name, mesh, 0, state)
 
@@ -269,14 +272,11 @@ class BlockOutput(_Style):
         interposed(module).after.append(map_output(leave))
 
 
-def vocabulary_of(size: int, state: TensorState) -> tuple[int, int]:
+def _vocabulary_part(size: int, state: TensorState) -> tuple[int, int]:
     """The ids start <= id < end whose rows this rank holds."""
-    return _vocabulary_parts(size, state.size)[state.rank]
-
-
-def _vocabulary_parts(size: int, ranks: int) -> list[tuple[int, int]]:
-    step = -(-size // ranks)  # as torch.chunk cuts
-    return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(ranks)]
+    sizes = chunk_sizes(size, state.size)
+    start = sum(sizes[: state.rank])
+    return start, start + sizes[state.rank]
 
 
 def _own(module: nn.Module) -> list[str]:

@@ -73,7 +73,7 @@ def test_the_ranks_of_a_mesh_hold_each_element_once(case):
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(2, 4))
 @settings(deadline=None, max_examples=60)
 def test_what_fsdp2_shards_after_another_axis_is_named_as_it_is_stored(length, dp, tp):
-    """F10. The inner axis cuts first, whatever the lengths; torch's reading of the placements differs for 7 on 3 x 2."""
+    """F10. The inner axis cuts first, whatever the lengths; torch reads the placements of 7 on 3 x 2 otherwise."""
     whole = torch.arange(length)
     placements = (_StridedShard(0, split_factor=tp), Shard(0))
     for outer, inner in itertools.product(range(dp), range(tp)):

@@ -167,3 +167,27 @@ def test_a_second_window_adds_to_gradients_that_are_summed_already():
     want = {name: grads[0][name] + grads[1][name] for name in grads[0]}
     for got in run_ranks(4, _two_windows):
         assert_same_gradients(got, want, tol=1e-5)
+
+
+# --- chunked loss over a cut vocabulary
+
+
+def _long(step, rank, vocab):
+    """More tokens than one chunk of the loss."""
+    return [rows(100 * step + rank, 5, 128, vocab)]
+
+
+@pytest.mark.parametrize(
+    "family, degrees, options",
+    [
+        ("gemma2", Degrees(tp=2), {"sequence_parallel": True}),  # soft-cap
+        ("cohere", Degrees(dp_shard=2, tp=2), {"sequence_parallel": False, "zero": 3}),  # scale
+        ("granite", Degrees(dp_shard=2, tp=2), {"zero": 2, "grad_reduce": "window"}),  # scale
+        ("llama", Degrees(dp_replicate=2, tp=2), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_chunk_by_chunk_over_a_cut_vocabulary(family, degrees, options, tied):
+    model = {**TINY, "tie_word_embeddings": tied, "vocab_size": 125}
+    check_parity(Case(family, degrees, options, model, batches=_long))
