@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dtensor_5d import Degrees, build_mesh, parallelize, plan_for
@@ -72,6 +75,28 @@ def interleaved(steps: dict, repeats: int) -> dict[str, list[float]]:
     return times
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once in tensors of this width (last dim)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._width = width
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        held = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
+        for t in tree_leaves(out):
+            if type(t) is torch.Tensor and t.dim() >= 2 and t.shape[-1] == self._width and t.numel():
+                storage = t.untyped_storage()
+                if storage._cdata not in held and storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        self.bytes = max(self.bytes, sum(self._alive.values()))
+        return out
+
+
 def worker(rank: int, port: int, folder: str, repeats: int, queue) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}
@@ -97,8 +122,10 @@ def worker(rank: int, port: int, folder: str, repeats: int, queue) -> None:
     alone, share = llama(share=2), batch(rank, VOCABULARY // 2)
     steps["limit: no exchange"] = training(alone, lambda: alone(**share).loss.backward())
     times = interleaved(steps, repeats)
+    with Peak(VOCABULARY // 2) as peak:
+        steps["ours"]()
     if rank == 0:
-        queue.put(times)
+        queue.put((times, peak.bytes))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -112,7 +139,7 @@ def main() -> None:
         llama().save_pretrained(folder)
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(worker, args=(20000 + os.getpid() % 20000, folder, options.repeats, queue), nprocs=4)
-        times = queue.get()
+        times, peak = queue.get()
     base = times["transformers"]
     rows = [
         {
@@ -126,8 +153,11 @@ def main() -> None:
     print(f"{'dp_shard 2 x tp 2':28}{'ms':>9}{'ratio':>8}{'paired':>8}")
     for row in rows:
         print(f"{row['what']:28}{row['ms']:9.1f}{row['ratio']:8.3f}{row['paired']:8.3f}")
+    whole = ROWS * LENGTH * VOCABULARY * 4
+    print(f"\nlogits of {ROWS * LENGTH} tokens: {whole / 2**20:.0f} MiB; most that a rank holds of logits and what has "
+          f"their width: {peak / 2**20:.0f} MiB")  # fmt: skip
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows, "logits_bytes": peak}, indent=2))
 
 
 if __name__ == "__main__":
