@@ -84,7 +84,7 @@ class Peak(TorchDispatchMode):
         self._width = width
         self._alive: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
         out = func(*args, **(kwargs or {}))
         held = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
         for t in tree_leaves(out):

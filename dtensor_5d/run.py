@@ -27,6 +27,7 @@ from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
 from dtensor_5d.random import RandomStreams
 from dtensor_5d.sections import sections_of
+from dtensor_5d.tensor.compare import first_difference
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = ["Run"]
@@ -146,6 +147,17 @@ class Run:
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
         return out[:, : micro.length]
+
+    def first_difference(self, batch: Batch) -> str | None:
+        """The first module whose output is not the same, bit for bit, on ranks that read the same rows: a debugging aid.
+
+        Compared is what every rank of tp has whole. None: there is no difference (or no such axis).
+        """
+        window, _, _ = self._agreed(batch, need_labels=False, parts=1)
+        if self._parts.tensor is None:
+            return None
+        with self._looking():
+            return first_difference(self.model, self._parts.tensor, window[0].runnable(self.sequence_multiple))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""

@@ -33,6 +33,17 @@ _LATENT = {
     "self_attn.o_proj": "row",
 }
 
+def _shared(name: str) -> dict[str, str]:
+    """Shared experts that a shipped plan leaves whole."""
+    return {f"mlp.{name}.gate_proj": "column", f"mlp.{name}.up_proj": "column", f"mlp.{name}.down_proj": "row"}
+
+
+_HUNYUAN = {
+    **_QKV,
+    "self_attn.query_layernorm": "replicate_sum",
+    "self_attn.key_layernorm": "replicate_sum",
+}
+
 TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gpt2": {"attn.c_attn": "packed_column/3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
@@ -53,14 +64,14 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "olmoe": _NORMED,
         "flex_olmo": _NORMED,
         "minimax_m2": _NORMED,
-        "qwen2_moe": {
-            "mlp.shared_expert.gate_proj": "column",
-            "mlp.shared_expert.up_proj": "column",
-            "mlp.shared_expert.down_proj": "row",
-            "mlp.shared_expert_gate": "replicate_sum",
-        },
+        "qwen2_moe": {**_shared("shared_expert"), "mlp.shared_expert_gate": "replicate_sum"},
         "deepseek_v2": _LATENT,
         "deepseek_v3": _LATENT,
+        "glm4_moe_lite": {**_LATENT, **_shared("shared_experts")},
+        "solar_open": _shared("shared_experts"),
+        "hunyuan_v1_dense": {**_HUNYUAN, **_GATED},
+        "hunyuan_v1_moe": {**_HUNYUAN, **_shared("shared_mlp")},
+        "apertus": {"mlp.act_fn": "replicate_sum"},  # an activation with weights
         # Gate and up alternate along the last dim, so a contiguous half has whole pairs.
         "gpt_oss": {
             **_QKV,
@@ -74,7 +85,10 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 
 PROVED = (
-    "cohere", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
+    "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama",
+    "minimax_m2", "ministral", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma",
 )  # fmt: skip

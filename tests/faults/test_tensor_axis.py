@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from dtensor_5d.checkpoint.gather import whole
 from dtensor_5d.checkpoint.slices import local_part
-from dtensor_5d.tensor.compare import first_difference
 from dtensor_5d.tensor.style import ColwiseParallel, RowwiseParallel
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
@@ -102,8 +101,7 @@ def _noisy(rank, where):
     if where is not None:
         layer = run.model.model.layers[1]
         setattr(layer, where, _Noise(getattr(layer, where), 1e-3 * rank))
-    inputs = {"input_ids": rows(0, 2, 8, VOCAB)["input_ids"]}
-    return first_difference(run.model, run._parts.tensor, inputs)
+    return run.first_difference(rows(0, 2, 8, VOCAB))
 
 
 def test_t20_the_first_module_that_differs_between_ranks_is_named():
