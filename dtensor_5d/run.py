@@ -149,7 +149,7 @@ class Run:
         return out[:, : micro.length]
 
     def first_difference(self, batch: Batch) -> str | None:
-        """The first module whose output is not the same, bit for bit, on ranks that read the same rows: a debugging aid.
+        """The first module whose output is not the same, bit for bit, on the ranks of tp. A debugging aid.
 
         Compared is what every rank of tp has whole. None: there is no difference (or no such axis).
         """

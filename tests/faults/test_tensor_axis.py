@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from dtensor_5d.checkpoint.gather import whole
 from dtensor_5d.checkpoint.slices import local_part
-from dtensor_5d.tensor.style import ColwiseParallel, RowwiseParallel
+from dtensor_5d.tensor import ColwiseParallel, RowwiseParallel
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import Case, check_parity, rows

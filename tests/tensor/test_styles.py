@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import dtensor_5d
 from dtensor_5d.checkpoint.gather import whole
 from dtensor_5d.sections import Sections, sections_of
-from dtensor_5d.tensor.style import (
+from dtensor_5d.tensor import (
     BlockInput,
     ColwiseParallel,
     HeadParallel,
