@@ -160,7 +160,9 @@ class _Promise(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.parameters = len(parameters)
-        return hidden.detach().as_subclass(PendingLogits)
+        # Not `as_subclass`, which makes a view: FSDP2 warns of views.
+        promise: Tensor = torch.Tensor._make_subclass(PendingLogits, hidden.detach())
+        return promise
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
