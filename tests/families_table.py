@@ -61,9 +61,10 @@ def table() -> str:
 
 def main() -> None:
     try:
-        text, made = README.read_text(), table()
+        made = table()
     finally:
         pool().close()
+    text = README.read_text()
     before, _, rest = text.partition(BEGIN)
     README.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
 
