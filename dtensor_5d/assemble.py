@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
@@ -25,7 +26,7 @@ from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
-from dtensor_5d.random import RandomStreams
+from dtensor_5d.random import RandomStreams, stream_seed
 from dtensor_5d.run import Parts, Run
 from dtensor_5d.tensor.apply import apply_rules
 from dtensor_5d.tensor.check import tensor_violations
@@ -49,8 +50,13 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         units_of(model, plan.rules.get("dp", {}))
     except Exception as problem:
         error = problem
-    agreement.check(error)
+    every = agreement.check(error, 0 if error else _signature(model, plan))
     assert decoder is not None
+    other = [rank for rank, row in enumerate(every) if row != every[0]]
+    if other:
+        asked = f"a model or plan on ranks {other[:8]} that is not that of rank 0"
+        needs = "all ranks must give the same plan and the same parameters (shapes, dtypes, trainable, on meta)"
+        raise PlanError(Violation(asked, needs, "build model and plan from the same settings on every rank"))
     if not any(p.is_meta for p in model.parameters()):
         same_weights(model, agreement)
 
@@ -61,11 +67,11 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
-    if plan.rules.get("dp"):
+    if mesh.degrees.dp_replicate * mesh.degrees.fsdp > 1 or options.precision is not None:
         shard(
             model,
             mesh["dp_replicate", "fsdp"] if mesh.degrees.dp_replicate > 1 else mesh["fsdp"],
-            plan.rules["dp"],
+            plan.rules.get("dp", {}),
             zero=options.zero,
             precision=compute_dtype(options.precision),
             fp32_modules=decoder.fp32_modules,
@@ -113,6 +119,12 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         decoder = find_decoder(model)
     except PlanError as error:
         raise PlanError([*bad, *error.violations]) from None
+    if decoder.head is None:
+        asked, needs = f"{type(model).__name__} without a head", "1 projection to the vocabulary is required"
+        bad.append(Violation(asked, needs, "build it with AutoModelForCausalLM"))
+    if any(p.dtype == torch.float16 for p in model.parameters()) and plan.options.precision is None:
+        asked, needs = "a model in fp16", "fp16 needs loss scaling, which is not in this version"
+        bad.append(Violation(asked, needs, "load it in bf16 or fp32, or use precision='bf16'"))
     if bad:
         raise PlanError(bad)
     return decoder
@@ -120,7 +132,7 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
 
 def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
     """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
-    if not plan.rules:
+    if not plan.rules or (mesh.degrees.tp > 1 and "tp" not in plan.rules):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
         return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
     bad = tensor_violations(model, decoder, plan.rules.get("tp", {}), mesh.degrees.tp) if mesh.degrees.tp > 1 else []
@@ -129,13 +141,21 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
     return plan
 
 
+def _signature(model: nn.Module, plan: Plan) -> int:
+    """A number that is the same where plan and parameters (not their values) are."""
+    parameters = [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in model.named_parameters()]
+    return stream_seed(repr(plan), repr(parameters), type(model).__name__)
+
+
 def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int) -> BatchRules:
     kind = getattr(model.config, "model_type", "this family")
     embedding = model.get_submodule(decoder.embedding)
     tables = [
         module.num_embeddings - int(getattr(module, "offset", 0))
         for name in decoder.before
-        if name != decoder.embedding and isinstance(module := model.get_submodule(name), nn.Embedding)
+        if name != decoder.embedding
+        and isinstance(module := model.get_submodule(name), nn.Embedding)
+        and any(word in name.rpartition(".")[2] for word in ("pos", "wpe"))  # not a table of token types
     ]
     vocab = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}

@@ -102,14 +102,14 @@ class Run:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, replicas counted once: a 0-dim tensor, the same on all ranks."""
-        return grad_norm(self.model.parameters())
+        return grad_norm(self.parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns the norm before that."""
-        if not max_norm > 0:
+        if not isinstance(max_norm, (int, float)) or not max_norm > 0:
             raise PlanError(Violation(f"max_norm={max_norm!r}", "must be > 0", "give for example 1.0"))
         norm = self.grad_norm()
-        clip_grads_(self.model.parameters(), max_norm, norm)
+        clip_grads_(self.parameters(), max_norm, norm)
         return norm
 
     # --- looking
@@ -123,7 +123,7 @@ class Run:
         self._require_weights("evaluate")
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         count = 0
-        source = iter(batches)
+        source = _each(batches)
         with self._looking():
             while True:
                 window, most, tokens, more = self._next_batch(source)
@@ -175,11 +175,13 @@ class Run:
         }
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, for an optimizer."""
+        """The stored parameters of this rank, for an optimizer."""
+        self._parts.data.reshard()
         return self.model.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, parameter) of this rank; tied ones once, under their first name."""
+        """(Hugging Face name, stored parameter) of this rank; tied ones once, under their first name."""
+        self._parts.data.reshard()
         return self.model.named_parameters()
 
     # --- weights
@@ -190,12 +192,13 @@ class Run:
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Weights from a Hugging Face folder; every rank reads only its slices."""
-        pretrained.load_pretrained(self.model, folder, device=self._device)
+        pretrained.load_pretrained(self.model, self._path(folder), device=self._device)
         self._source = folder
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """An ordinary Hugging Face folder that `from_pretrained` loads bit-equal (dtype None: as stored)."""
         self._require_weights("save_pretrained")
+        folder = self._path(folder)
         pretrained.save_pretrained(self.model, folder, config=self.model.config, source=self._source, dtype=dtype)
 
     # --- inside
@@ -322,6 +325,13 @@ class Run:
             for module, mode in zip(self.model.modules(), modes):
                 module.training = mode
 
+    def _path(self, folder: str | Path) -> Path:
+        error = None
+        if not isinstance(folder, (str, Path)):
+            error = PlanError(Violation(f"a folder {folder!r}", "must be a path", "give a str or a pathlib.Path"))
+        self._parts.agreement.check(error)
+        return Path(folder)
+
     def _require_weights(self, what: str) -> None:
         if self._has_weights:
             return
@@ -332,3 +342,6 @@ class Run:
                           "call run.load_pretrained(folder) or run.init_weights(seed)")
             )  # fmt: skip
 
+
+def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
+    yield from batches  # what is wrong with them shows at the first next(), where all ranks hear of it

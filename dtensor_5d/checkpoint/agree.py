@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["SHOWN", "agree", "everyones", "my_rank", "short"]
+__all__ = ["SHOWN", "agree", "agree_on", "everyones", "my_rank", "short"]
 
 SHOWN = 5  # how many of one kind are spelt out
 
@@ -54,3 +54,14 @@ def short(violations: list[Violation]) -> list[Violation]:
     rest = len(violations) - SHOWN
     more = [Violation(f"{rest} more of this kind", "as above", "as above")] if rest > 0 else []
     return [*violations[:SHOWN], *more]
+
+
+def agree_on(value: Any, asked: str, required: str, change: str) -> None:
+    """Raises on every rank when `value` is not the same on all of them. Collective over all ranks.
+
+    Errors: `PlanError` naming the first rank that differs from rank 0.
+    """
+    values = everyones(value)
+    others = [rank for rank, other in enumerate(values) if other != values[0]]
+    if others:
+        raise PlanError(Violation(f"{asked}: rank {others[0]} differs from rank 0", required, change))

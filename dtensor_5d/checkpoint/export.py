@@ -236,8 +236,7 @@ def _together(work: Callable[[], None], staging: Path, *, first_rank_only: bool 
     if not first_rank_only or my_rank() == 0:
         try:
             work()
-        # Whatever it is, the others must hear of it: they would wait for this rank for ever.
-        except Exception as error:
+        except OSError as error:
             failed = [
                 Violation(
                     f"rank {my_rank()} cannot write to {staging.parent}: {type(error).__name__}: {error}",
@@ -245,6 +244,10 @@ def _together(work: Callable[[], None], staging: Path, *, first_rank_only: bool 
                     "make room, grant permission or share the file system, then save again",
                 )
             ]
+        # Whatever it is, the others must hear of it: they would wait for this rank for ever.
+        except Exception as error:
+            told = f"rank {my_rank()} cannot save: {type(error).__name__}: {error}"
+            failed = [Violation(told, "config and generation config must be valid", "correct them, then save again")]
     try:
         agree(failed)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from dtensor_5d.checkpoint.sources import FileTensor
 from dtensor_5d.errors import Violation
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "Folder", "config_violations", "read_folder"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "Folder", "config_violations", "other_settings", "read_folder", "sample"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -24,6 +25,13 @@ _SAME = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok",
     "hidden_act",
+)  # fmt: skip
+
+
+# What says nothing about what the weights compute.
+_FREE = (
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
+    "output_router_logits", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 
 
@@ -95,6 +103,34 @@ def config_violations(found: Mapping[str, Any] | None, config: Any) -> list[Viol
         for key in _SAME
         if found.get(key) is not None and ours.get(key) is not None and found[key] != ours[key]
     ]
+
+
+def other_settings(found: Mapping[str, Any] | None, config: Any) -> list[str]:
+    """Settings that change what the same weights compute (an epsilon, rope, a window) and differ from `config`."""
+    ours, theirs = config.to_dict(), found or {}
+    return [
+        f"{key}={theirs[key]!r} (the model has {ours[key]!r})"
+        for key in sorted(theirs)
+        if key not in _FREE and key in ours and theirs[key] is not None and theirs[key] != ours[key]
+    ]
+
+
+def sample(tensors: Mapping[str, FileTensor]) -> str:
+    """A short text from the names, shapes and some values of all tensors: other weights practically always differ.
+
+    Raises what reading a file raises.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        digest.update(f"{key} {tensor.shape} {tensor.dtype}".encode())
+        if 0 in tensor.shape:
+            continue
+        for edge in (0, -1):
+            rows = [range(n)[edge] for n in tensor.shape[:-1]]
+            index = [slice(i, i + 1) for i in rows] + [slice(0, min(n, 8)) for n in tensor.shape[-1:]]
+            digest.update(repr(tensor.block(key, tuple(index)).tolist()).encode())
+    return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[Violation]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dtensor_5d.checkpoint.agree import agree, short
+from dtensor_5d.checkpoint.agree import agree, agree_on, short
 from dtensor_5d.checkpoint.template import (
     Template,
     fill,
@@ -59,6 +59,9 @@ def init_weights(model: nn.Module, seed: int, *, device: torch.device | str | No
 
     Errors: `PlanError` naming the tensors for which the family has no rule.
     """
+    usable = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**63
+    agree([] if usable else [Violation(f"seed={seed!r}", "an integer in [0, 2^63) is required", "give for example 0")])
+    agree_on(seed, f"seed={seed}", "all ranks must draw the same weights", "give every rank the same seed")
     template = template_of(model)
     agree(strangers(template, model))
     reshard(model)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dtensor_5d.checkpoint.agree import SHOWN, agree, short
+from dtensor_5d.checkpoint.agree import SHOWN, agree, agree_on, my_rank, short
 from dtensor_5d.checkpoint.conversion import Converted, convert
 from dtensor_5d.checkpoint.export import save_pretrained
-from dtensor_5d.checkpoint.folder import config_violations, read_folder
+from dtensor_5d.checkpoint.folder import Folder, config_violations, other_settings, read_folder, sample
 from dtensor_5d.checkpoint.initial import init_weights, rebuild_buffers, strangers
 from dtensor_5d.checkpoint.slices import local_part, local_slices
 from dtensor_5d.checkpoint.sources import Source
 from dtensor_5d.checkpoint.template import Template, materialise, named_tensors, reshard, template_of
 from dtensor_5d.errors import Violation
 from dtensor_5d.sections import sections_of
+
+# Buffers that older versions of transformers saved and the models of today compute.
+_OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 __all__ = ["init_weights", "load_pretrained", "local_slices", "save_pretrained"]
 
@@ -45,6 +49,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, device: torch.devic
     if not found.violations:
         violations += config_violations(found.config, template.model.config)
     agree(violations)
+    _same_everywhere(folder, found)
+    if (others := other_settings(found.config, template.model.config)) and my_rank() == 0:
+        warnings.warn(f"the folder {folder} was saved with other settings: {', '.join(others)}", stacklevel=2)
     converted = convert(template.model, found.tensors)
     reshard(model)
     agree(_misfits(folder, template, converted, model))
@@ -69,6 +76,17 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, device: torch.devic
     agree(failed)
     # What transformers notes after loading: by which rules the keys are turned back when the model is saved.
     model._weight_conversions = converted.rules
+
+
+def _same_everywhere(folder: Path, found: Folder) -> None:
+    seen, failed = "", []
+    try:
+        seen = sample(found.tensors)
+    except Exception as error:  # whatever a read raises: the other ranks must hear of it
+        failed = [Violation(f"{folder} cannot be read ({error})", "every file must be readable", "fetch it again")]
+    agree(failed)
+    asked, needs = f"the weights in {folder}", "all ranks must read the same weights"
+    agree_on(seen, asked, needs, "give every rank the same folder")
 
 
 def _misfits(folder: Path, template: Template, converted: Converted, model: nn.Module) -> list[Violation]:
@@ -113,7 +131,7 @@ def _not_ignored(template: Template, unexpected: set[str]) -> list[str]:
         skipped_pp_keys=set(),
     )
     template.model._adjust_missing_and_unexpected_keys(info)
-    return sorted(info.unexpected_keys)
+    return sorted(key for key in info.unexpected_keys if not key.endswith(_OLD_BUFFERS))
 
 
 def _untied(template: Template, sources: dict[str, Source]) -> list[Violation]:

@@ -145,6 +145,7 @@ class DataParallel:
         self._steering = False
         if self._root is not None:
             model.register_forward_pre_hook(self._fresh, prepend=True)
+            model.register_forward_hook(self._fresh, always_call=True)
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -190,7 +191,11 @@ class DataParallel:
             module.reshard()
 
     def _fresh(self, *_: object) -> None:
-        """A forward that the user calls must not see parameters gathered before the last optimizer step."""
+        """Around a forward that the user calls, `generate` among them.
+
+        Before it: it must not see parameters gathered before the last optimizer step. After it: an optimizer, a norm
+        or a name looked up then must find the stored shards (a backward gathers again what it needs).
+        """
         if not self._steering:
             self.reshard()
 

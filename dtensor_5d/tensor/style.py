@@ -55,6 +55,11 @@ class _Style(ParallelStyle):
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         raise AssertionError(f"{type(self).__name__} does not say what it does")
 
+    def __repr__(self) -> str:
+        # The same on all ranks: plans are compared by it.
+        own = {name: value for name, value in vars(self).items() if name not in ("_state", "src_data_rank", "grouped")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
+
 
 class ColwiseParallel(_Style):
     """A linear layer of which each rank computes a part of the outputs.

@@ -169,6 +169,27 @@ def test_a_second_window_adds_to_gradients_that_are_summed_already():
         assert_same_gradients(got, want, tol=1e-5)
 
 
+# --- rules of ones own
+
+
+def _own_rules(rank):
+    from dtensor_5d.tensor import ColwiseParallel, RowwiseParallel
+
+    mlp = "model.layers.*.mlp"
+    rules = {mlp: "replicate", f"{mlp}.gate_proj": ColwiseParallel(), f"{mlp}.up_proj": ColwiseParallel(),
+             f"{mlp}.down_proj": RowwiseParallel(), "lm_head": "head"}  # fmt: skip
+    run = _run(rules={"tp": rules}, sequence_parallel=False)
+    run.step(rows(0, 2, 8, VOCAB))
+    return run.full_gradients()
+
+
+def test_style_objects_in_a_plan():
+    """They stand for themselves: each column exchanges its own input."""
+    _, want = _alone([rows(0, 2, 8, VOCAB)])
+    for got in run_ranks(2, _own_rules):
+        assert_same_gradients(got, want, tol=1e-5)
+
+
 # --- chunked loss over a cut vocabulary
 
 
