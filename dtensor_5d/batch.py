@@ -129,6 +129,8 @@ def _violations(batch: Any, rules: BatchRules, need_labels: bool) -> list[Violat
     for key, value in given.items():
         if not isinstance(value, torch.Tensor):
             bad.append(Violation(f"{key} of type {type(value).__name__}", "must be a tensor", "use torch.tensor"))
+        elif value.is_meta:
+            bad.append(Violation(f"{key} on meta", "must hold values", "build the batch outside torch.device('meta')"))
         elif value.shape != ids.shape:
             needs = f"must have the shape of input_ids, {tuple(ids.shape)}"
             if value.dim() == 4:

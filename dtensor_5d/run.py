@@ -75,9 +75,11 @@ class Run:
         `microbatches` parts, and the window is all of them. loss: `fn(logits [B, S, V], shifted labels [B, S]) -> sum`
         in place of cross entropy. Returns the mean over all supervised tokens of the window on all ranks: a 0-dim
         tensor, the same everywhere; 0 (with gradients of 0, and a warning) when there is none.
-        Errors: `PlanError` on every rank, before any forward, when any rank's batch is wrong.
+        The model is put into training mode. Errors: `PlanError` on every rank, before any forward, when any rank's
+        batch is wrong; after the window, on every rank, when a custom `loss` failed on any (drop the gradients then).
         """
         self._require_weights("step")
+        self._require_gradients()
         window, most, tokens = self._agreed(batch, need_labels=True)
         if tokens == 0:
             what = (
@@ -89,13 +91,16 @@ class Run:
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=device)
+        problems: list[Exception] = []
         with self._window():
             for number, micro in enumerate(window):
                 self._parts.data.micro_batch(is_last=number + 1 == most)
                 with self._parts.streams.of(self._windows, number):
-                    part = self._loss_of(micro, loss, tokens)
+                    part = self._loss_of(micro, loss, tokens, problems)
                     part.backward()
                 total += part.detach()
+        if loss is not None:  # a loss that failed on one rank left it in step with the others until here
+            self._parts.agreement.check(problems[0] if problems else None)
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
         return self._summed(total).to(torch.promote_types(self._dtype, torch.float32))
@@ -131,7 +136,7 @@ class Run:
                     break
                 count += tokens
                 for micro in window + [MicroBatch.missing(self._device)] * (most - len(window)):
-                    total += self._loss_of(micro, None, 1).detach()
+                    total += self._loss_of(micro, None, 1, []).detach()
         return (self._summed(total).item() / count if count else 0.0), count
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -275,13 +280,28 @@ class Run:
         logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
         return logits
 
-    def _loss_of(self, micro: MicroBatch, loss: LossFunction | None, tokens: int) -> torch.Tensor:
-        """This micro-batch's part of the global mean."""
-        if loss is not None:
-            logits = self._forward(micro)
-            if micro.tokens == 0 or micro.labels is None:
-                return nothing(logits)
-            return loss(logits, micro.labels) / tokens
+    def _loss_of(
+        self, micro: MicroBatch, loss: LossFunction | None, tokens: int, problems: list[Exception]
+    ) -> torch.Tensor:
+        """This micro-batch's part of the global mean; what the user's loss raises is put into `problems`."""
+        if loss is None:
+            return self._cross_entropy(micro) / max(tokens, 1)
+        logits = self._forward(micro)
+        if micro.tokens == 0 or micro.labels is None:
+            return nothing(logits)
+        try:
+            value = loss(logits, micro.labels)
+            if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
+                asked = f"a loss function that returned {value!r}"
+                needs = "must return a 0-dim tensor that depends on the logits"
+                raise PlanError(Violation(asked, needs, "return the sum over supervised tokens"))
+            return value / tokens
+        except Exception as problem:
+            problems.append(problem)
+            return nothing(logits)
+
+    def _cross_entropy(self, micro: MicroBatch) -> torch.Tensor:
+        """The sum over supervised tokens, chunk by chunk where there are many, over the rank's own columns under tp."""
         chunk, head = tokens_at_a_time(self._device), self._parts.decoder.head
         with ExitStack() as stack:
             vocab = None
@@ -293,7 +313,7 @@ class Run:
             if micro.labels is None or micro.is_empty:
                 return nothing(logits)
             # Inside: chunk by chunk, the head runs again.
-            return loss_sum(logits, micro.labels, chunk, vocab=vocab) / max(tokens, 1)
+            return loss_sum(logits, micro.labels, chunk, vocab=vocab)
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]
@@ -324,6 +344,13 @@ class Run:
         finally:
             for module, mode in zip(self.model.modules(), modes):
                 module.training = mode
+
+    def _require_gradients(self) -> None:
+        asked = "run.step under torch.no_grad()" if not torch.is_grad_enabled() else ""
+        if not any(p.requires_grad for p in self.model.parameters()):
+            asked = "run.step of a model whose parameters are all frozen"
+        if asked:
+            raise PlanError(Violation(asked, "1 trainable parameter and gradients are required", "use run.evaluate"))
 
     def _path(self, folder: str | Path) -> Path:
         error = None

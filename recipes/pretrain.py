@@ -84,6 +84,8 @@ def main() -> None:
     )
     mesh = build_mesh(degrees, device)
     console = Console(quiet=dist.get_rank() > 0)
+    if dist.get_rank() == 0:  # better now than after the training
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     console.print(str(plan))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -191,5 +193,5 @@ def generate(folder: str) -> str:
 if __name__ == "__main__":
     try:
         main()
-    except PlanError as error:
+    except (PlanError, OSError) as error:
         sys.exit(f"pretrain.py: {error}")

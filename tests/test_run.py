@@ -11,7 +11,7 @@ import torch
 
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
-from tests.harness import fails_on_ranks, run_ranks
+from tests.harness import assert_same_gradients, fails_on_ranks, run_ranks
 from tests.parity import rows
 
 TINY = {"num_hidden_layers": 2}
@@ -220,6 +220,39 @@ def test_the_model_can_be_called_by_hand_and_never_sees_old_weights(zero, grad):
     assert max(run_ranks(2, _called_by_hand, zero, grad)) < 1e-4
 
 
+def _looked_up_after_a_forward(rank, zero, generate):
+    run = _run(zero=zero)
+    ids = rows(rank, 1, 4, VOCAB)["input_ids"]
+
+    def by_hand():
+        if generate:
+            run.model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        else:
+            run.model(input_ids=ids, use_cache=False)
+
+    by_hand()
+    optim = torch.optim.SGD(run.parameters(), lr=0.1)  # must hold what is trained
+    before = run.full_parameters()
+    run.step(rows(rank, 2, 8, VOCAB))
+    norm = run.grad_norm().item()
+    by_hand()
+    seen = run.grad_norm().item(), run.clip_grad_norm_(norm / 2).item()
+    grads = run.full_gradients()
+    optim.step()
+    after = run.full_parameters()
+    still = [n for n in after if torch.equal(after[n], before[n])]
+    full = torch.cat([g.flatten() for g in grads.values()]).norm().item()
+    return norm, seen, full, still
+
+
+@pytest.mark.parametrize("zero, generate", [(3, False), (2, False), (2, True)])
+def test_norm_clip_and_optimizer_see_the_stored_parameters_after_a_forward_by_hand(zero, generate):
+    for norm, seen, full, still in run_ranks(2, _looked_up_after_a_forward, zero, generate):
+        assert seen == (norm, norm)
+        assert math.isclose(full, norm / 2, rel_tol=1e-4)
+        assert not still, "the optimizer holds parameters that no step trains"
+
+
 # --- mistakes
 
 
@@ -319,6 +352,88 @@ def _no_layers(rank):
     parallelize(tiny_model("llama", num_hidden_layers=0), plan, build_mesh(degrees, "cpu"))
 
 
+def _other_plans(rank, option):
+    degrees = Degrees(dp_shard=2)
+    values = {"zero": (3, 2), "precision": (None, "bf16"), "frozen": None, "meta": None}[option]
+    model = tiny_model("llama", **TINY)
+    if option == "frozen" and rank:
+        model.lm_head.weight.requires_grad_(False)
+    if option == "meta" and rank:
+        model.to("meta")
+    options = {option: values[rank]} if values else {}
+    parallelize(model, plan_for(model, degrees, **options), build_mesh(degrees, "cpu"))
+
+
+@pytest.mark.parametrize("option", ["zero", "precision", "frozen", "meta"])
+def test_ranks_that_ask_for_different_things_are_told(option):
+    fails_on_ranks(2, _other_plans, option, error=PlanError, match=r"on ranks \[1\] that is not that of rank 0")
+
+
+def _other_seeds(rank, seed):
+    degrees = Degrees(dp_replicate=2)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", **TINY))
+    run = parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+    run.init_weights(rank if seed == "rank" else seed)
+
+
+def test_seeds_must_be_one_whole_number():
+    fails_on_ranks(2, _other_seeds, "rank", error=PlanError, match="rank 1 differs")
+    for seed in ("a", -1, 1.5, True, 2**64):
+        fails_on_ranks(2, _other_seeds, seed, error=PlanError, match="integer in")
+
+
+def _loss_fails_on_one(rank, kind):
+    run = _run(microbatches=2)
+
+    def loss(logits, labels):
+        if rank == 0 or kind == "fine":
+            return logits.sum() * 0
+        return {"raises": lambda: 1 / 0, "float": lambda: 3.0, "vector": lambda: logits.sum((1, 2))}[kind]()
+
+    run.step(rows(rank, 2, 8, VOCAB), loss=loss)
+
+
+@pytest.mark.parametrize("kind, error", [("raises", "division"), ("float", "0-dim"), ("vector", "0-dim")])
+def test_a_loss_that_fails_on_one_rank_is_an_error_on_both(kind, error):
+    fails_on_ranks(2, _loss_fails_on_one, kind, error=Exception, match=error)
+
+
+def _no_head(rank):
+    from transformers import LlamaModel
+
+    degrees = Degrees(dp_shard=2)
+    model = LlamaModel(tiny_config("llama", **TINY))
+    parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+
+
+def _half(rank):
+    degrees = Degrees(dp_shard=2)
+    model = tiny_model("llama", **TINY).half()
+    parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+
+
+def _all_frozen(rank):
+    run = _run()
+    run.model.requires_grad_(False)
+    run.step(rows(rank, 2, 8, VOCAB))
+
+
+def _without_gradients(rank):
+    with torch.no_grad():
+        _run().step(rows(rank, 2, 8, VOCAB))
+
+
+def _wrong_path(rank):
+    _run().save_pretrained("x" if rank == 0 else 5)
+
+
+def _wrong_batches(rank):
+    _run().evaluate(None if rank else [])
+
+
 def _world_mismatch(rank):
     build_mesh(Degrees(dp_shard=3), "cpu")
 
@@ -341,6 +456,11 @@ def _wrong_on_one(rank):
         (_no_layers, "decoder layer"),
         (_world_mismatch, "multiply to 3.*world size 2"),
         (_wrong_on_one, "auxiliary router loss"),
+        (_no_head, "without a head"),
+        (_half, "loss scaling"),
+        (_all_frozen, "all frozen"),
+        (_without_gradients, "no_grad"),
+        (_wrong_path, "must be a path"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(fn, words):
@@ -369,3 +489,56 @@ def _alone(rank):
     loss = run.step(rows(0, 2, 8, VOCAB))
     assert loss.isfinite()
     return any(isinstance(m, FSDPModule) for m in run.model.modules())
+
+
+def test_evaluating_what_is_no_list_is_an_error_on_every_rank():
+    fails_on_ranks(2, _wrong_batches, error=Exception, match="not iterable|NoneType")
+
+
+def _bert(rank):
+    from transformers import BertConfig, BertLMHeadModel
+
+    degrees = Degrees(dp_shard=2)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=16, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertLMHeadModel(config)
+    run = parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+    fine = run.step(rows(rank, 2, 16, VOCAB)).isfinite().item()
+    try:
+        run.step(rows(rank, 2, 17, VOCAB))
+    except PlanError as error:
+        return fine, str(error)
+
+
+def test_a_table_of_token_types_is_no_table_of_positions():
+    for fine, said in run_ranks(2, _bert):
+        assert fine and "position 16" in said and "0 to 15" in said
+
+
+def _no_units(rank):
+    import json
+
+    from dtensor_5d import Plan
+
+    degrees = Degrees(dp_shard=2)
+    model = tiny_model("llama", **TINY)
+    plan = json.loads(plan_for(model, degrees).to_json())
+    plan["rules"]["dp"] = {}
+    run = parallelize(model, Plan.from_json(json.dumps(plan)), build_mesh(degrees, "cpu"))
+    run.step(rows(rank, 2, 8, VOCAB))
+    held = sum(p.to_local(grad_placements=p.placements).numel() for p in run.parameters())
+    return run.full_gradients(), held, sum(p.numel() for p in run.parameters())
+
+
+def test_a_plan_without_units_is_sharded_as_one():
+    alone = tiny_model("llama", **TINY)
+    batches = [rows(r, 2, 8, VOCAB) for r in range(2)]
+    tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    for b in batches:
+        alone(**b, use_cache=False, num_items_in_batch=tokens).loss.backward()
+    for grads, held, whole in run_ranks(2, _no_units):
+        assert_same_gradients(grads, {n: p.grad for n, p in alone.named_parameters()}, tol=1e-5)
+        assert held * 2 == whole

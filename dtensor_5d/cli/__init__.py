@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dtensor_5d.cli.console import Console, add_output_arguments
 
@@ -27,7 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example: `main(["schedule", "1f1b", "zbv", "--ranks", "4", "--microbatches", "8"])`
     """
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = _parser().parse_args(words)
+    except _UsageError as error:
+        sys.stderr.write(error.usage)
+        # As argparse reads it: any beginning of --json that no other flag shares.
+        Console("", 0, any(len(word) > 2 and "--json".startswith(word) for word in words)).error(error)
+        return 2
     console = Console.of(arguments)
     try:
         return int(arguments.run(arguments, console))
@@ -47,8 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
 
 
+class _UsageError(ValueError):
+    """A command line that argparse cannot read."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message)
+        self.usage = usage
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves it to `main` to print an error: it may have to be JSON."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message, self.format_usage())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dtensor-5d",
         description="What a layout over five axes costs, before anything is launched.",
         epilog="exit codes: 0 answered, 1 does not fit, 2 wrong input, 3 a fault of this program",

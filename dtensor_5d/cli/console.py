@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor_5d.errors import PlanError
-from dtensor_5d.report.text import Line, plain
+from dtensor_5d.report.text import Line, plain, wrapped
 
 __all__ = ["Console", "add_output_arguments"]
 
-_PIPE_WIDTH = 120
+_PIPE_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 120, 40, 10_000
 
 # Role -> rich style. Bars: kind, tone (0 first chunk, 1 second), even or odd micro-batch.
 _ROLES = {"head": "bold", "dim": "dim", "good": "bold green", "bad": "bold red", "mark": "bold red"}
@@ -48,13 +48,13 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print data instead of pictures (errors as well)")
     group.add_argument("--color", choices=("auto", "always", "never"), default="auto",
                        help="auto: in a terminal, if rich is installed")  # fmt: skip
-    group.add_argument("--width", type=_width, metavar="COLUMNS", help="default: that of the terminal")
-    group.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--width", type=_width, metavar="COLUMNS", help="from 40 on; default: that of the terminal")
+    group.add_argument("--traceback", action="store_true", help="show where in dtensor-5d a fault (exit code 3) arose")
 
 
 def _width(text: str) -> int:
-    if not text.isdecimal() or not 40 <= int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of columns from 40 to 10000")
+    if not text.isdecimal() or not _LEAST_WIDTH <= int(text) <= _MOST_WIDTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of columns from {_LEAST_WIDTH} to {_MOST_WIDTH}")
     return int(text)
 
 
@@ -69,7 +69,7 @@ class Console:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Console:
         wanted = arguments.color == "always" or (arguments.color == "auto" and sys.stdout.isatty())
-        width = arguments.width or shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+        width = arguments.width or max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns)
         return cls(_colours(force=arguments.color == "always") if wanted else "", width, arguments.json)
 
     @property
@@ -78,7 +78,8 @@ class Console:
         return not self.colours
 
     def print(self, lines: Iterable[Line]) -> None:
-        """Lines of a report; a long line is not broken."""
+        """Lines of a report; one longer than the width goes on, indented, in the next."""
+        lines = [piece for line in lines for piece in wrapped(line, self.width)]
         if not self.colours:
             sys.stdout.write(plain(lines) + "\n")
             return

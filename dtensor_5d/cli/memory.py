@@ -47,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Answer the command line; the exit code."""
     shape, plan = shape_of(arguments), _with_batch(arguments, plan_of(arguments))
+    if plan.degrees.cp > arguments.seq_len > 0:
+        asked = f"--cp {plan.degrees.cp} with --seq-len {arguments.seq_len}"
+        required = "a sequence is cut into parts of at least 1 token"
+        raise PlanError(Violation(asked, required, f"use --cp {arguments.seq_len} or less, or longer sequences"))
     report = memory(
         shape,
         plan,

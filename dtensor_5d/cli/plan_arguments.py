@@ -30,6 +30,9 @@ _OPTIONS = {
 }
 
 
+_PIPELINE = ("schedule", "chunks", "regather")
+
+
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """MODEL: a folder, a config.json or a preset."""
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a preset")
@@ -40,12 +43,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("degrees (one of the first five may be -1: what is left of the world)").add_argument
     for axis in _AXES:
         add(f"--{axis.replace('_', '-')}", type=int, metavar="N", help="default 1")
-    add("--world", type=int, metavar="N", help="number of ranks; dp-shard takes what is left if it is not given")
+    add("--world", type=_ranks, metavar="N", help="number of ranks; dp-shard takes what is left if it is not given")
     add = parser.add_argument_group("options of the plan").add_argument
     add("--plan", type=Path, metavar="FILE", help="a plan as JSON, instead of degrees and options")
     for name, about in _OPTIONS.items():
         add(f"--{name.replace('_', '-')}", metavar="VALUE", help=about)
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="any other, for example context=ring")
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: it must be an integer, at least 1")
+    return int(text)
 
 
 def shape_of(arguments: argparse.Namespace) -> ModelShape:
@@ -59,15 +68,22 @@ def shape_of(arguments: argparse.Namespace) -> ModelShape:
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """The plan of the command line, its degrees resolved where the world is known.
 
-    Errors: `PlanError` for what a plan refuses, and for --plan beside other flags of a plan.
+    Errors: `PlanError` for what a plan refuses, for flags that contradict each other or would change nothing, and for
+    a degree of -1 without a world.
     """
     given = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
     options = {name: _value(getattr(arguments, name)) for name in _OPTIONS if getattr(arguments, name) is not None}
+    bad: list[Violation] = []
     for pair in arguments.option:
         name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
         if not equals:
-            raise PlanError(Violation(f"--option {pair}", "must be NAME=VALUE", "for example --option context=ring"))
-        options[name.replace("-", "_")] = _value(value)
+            bad.append(Violation(f"--option {pair}", "must be NAME=VALUE", "for example --option context=ring"))
+        elif name in options:
+            bad.append(Violation(f"--option {pair}", f"{name} is given twice", "give it once"))
+        options[name] = _value(value)
+    if bad:
+        raise PlanError(bad)
     if arguments.plan is not None:
         if given or options:
             flags = ", ".join([*given, *options])
@@ -79,9 +95,17 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         if arguments.world is not None and "dp_shard" not in given and -1 not in given.values():
             given["dp_shard"] = -1
         plan = Plan(Degrees(**given), Options.of(**options))
-    if arguments.world is None:
-        return plan
-    return Plan(plan.degrees.resolve(arguments.world), plan.options, plan.rules, plan.model)
+    if arguments.world is not None:
+        plan = Plan(plan.degrees.resolve(arguments.world), plan.options, plan.rules, plan.model)
+    elif not plan.degrees.is_resolved:
+        flags = ", ".join(f"--{axis.replace('_', '-')} -1" for axis in plan.degrees.open_axes)
+        raise PlanError(Violation(flags, "needs the number of ranks, of which it takes what is left", "add --world N"))
+    idle = [f"--{name}" for name in _PIPELINE if name in options]
+    if idle and plan.degrees.pp == 1:
+        raise PlanError(
+            Violation(f"{', '.join(idle)} with 1 pipeline rank", "changes nothing without a pipeline", "add --pp N")
+        )
+    return plan
 
 
 def _value(text: str) -> Any:

@@ -1,6 +1,7 @@
 """Draw, compare and export pipeline schedules.
 
-NAME is a schedule, a CSV file of one (as this command or torch writes it), or `all`.
+NAME is a schedule, a CSV file of one (as this command or torch writes it), or `all`. A file says itself how many
+ranks, micro-batches and chunks it has; flags that say something else are refused.
 
 Times of forward, input gradient and weight gradient are those of one micro-batch on all layers of a rank; a schedule
 that cuts them into v chunks gets 1/v for each. Lists give each stage its own time, as they stand. The bubble is the
@@ -22,6 +23,7 @@ from dtensor_5d.report.svg import schedule_svg
 from dtensor_5d.report.text import Line, Span, styled
 from dtensor_5d.report.trace import chrome_trace
 from dtensor_5d.schedule import Costs, Schedule, Timeline, build, lower, simulate
+from dtensor_5d.schedule.build import MemoryLimitError, rounded_up
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--microbatches", type=int, help="micro-batches between two optimizer steps")
     add("-v", "--chunks", type=int, help="chunks a rank, for interleaved (default 2)")
     limit = "most activations a rank may hold, in micro-batches on all its layers"
-    add("--memory-limit", type=float, metavar="N", help=limit)
+    add("--memory-limit", type=_limit, metavar="N", help=limit)
     title = "times, in any unit: a number, or a comma-separated list with one for each stage"
     add = parser.add_argument_group(title).add_argument
     add("--forward", type=_times, default=1.0, metavar="T", help="default 1")
@@ -66,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Answer the command line; the exit code."""
+    if unused := [*_unused(arguments), *_one_file_for_two(arguments)]:
+        raise PlanError(unused)
     timelines, refused = _timelines(arguments)
     for path, text in _files(arguments, timelines):
         path.write_text(text)
@@ -85,6 +89,55 @@ def _times(text: str) -> float | tuple[float, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+def _limit(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of micro-batches above 0 (inf: no limit)")
+    return number
+
+
+def _unused(arguments: argparse.Namespace) -> list[Violation]:
+    """Flags that would change nothing."""
+    names, bad = set(arguments.names), []
+    files = {name for name in names if _is_file(name)}
+    if arguments.chunks is not None and len(names) > 1 and not names & {"interleaved", "all"} | files:
+        required = "only interleaved has a number of chunks to choose"
+        bad.append(Violation(f"--chunks {arguments.chunks}", required, "leave out --chunks, or add interleaved"))
+    if arguments.overlapped is not None and not names & {"dualpipe", "dualpipev", "all"} | files:
+        required = "only dualpipe and dualpipev overlap a forward with a backward"
+        bad.append(Violation("--overlapped", required, "leave it out, or add one of them"))
+    if arguments.lower is not None and arguments.csv is None and not arguments.table:
+        required = "changes what --table prints and --csv writes"
+        bad.append(Violation(f"--lower {arguments.lower}", required, "add --table or --csv FILE, or leave it out"))
+    return bad
+
+
+def _one_file_for_two(arguments: argparse.Namespace) -> list[Violation]:
+    """Files that would be written over each other, or over what is read; and `-`, which is none."""
+    uses: dict[Path, list[str]] = {}
+    bad = []
+    for name in dict.fromkeys(arguments.names):
+        if _is_file(name):
+            uses.setdefault(Path(name).resolve(), []).append(name)
+    for flag in ("svg", "trace", "csv"):
+        path = getattr(arguments, flag)
+        if str(path) == "-":
+            bad.append(Violation(f"--{flag} -", "must be a file", "name one; /dev/stdout is the standard output"))
+        elif path is not None and (path.is_file() or not path.exists()):
+            uses.setdefault(path.resolve(), []).append(f"--{flag}")
+    for path, users in uses.items():
+        if any(user.startswith("--") for user in users) and len(users) > 1:
+            bad.append(Violation(f"{path} for {' and '.join(users)}", "each needs a file of its own", "name another"))
+    return bad
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".csv")
+
+
 def _timelines(arguments: argparse.Namespace) -> tuple[list[Timeline], dict[str, str]]:
     """A timeline for each name, and why there is none for a name that `all` stands for."""
     names = [n for name in arguments.names for n in (SCHEDULES if name == "all" else (name,))]
@@ -95,7 +148,9 @@ def _timelines(arguments: argparse.Namespace) -> tuple[list[Timeline], dict[str,
         try:
             schedule = _schedule(name, arguments)
             # What one chunk is of a rank's layers; DualPipe's two chunks are two copies, each of all of them.
-            found.append(simulate(schedule, _costs(arguments, schedule.ranks / schedule.depth)))
+            timeline = simulate(schedule, _costs(arguments, share := schedule.ranks / schedule.depth))
+            _keeps_limit(name, timeline, share, arguments.memory_limit)
+            found.append(timeline)
         except PlanError as error:
             if name in arguments.names:
                 bad += error.violations or [Violation(name, str(error), "choose another schedule")]
@@ -110,8 +165,8 @@ def _timelines(arguments: argparse.Namespace) -> tuple[list[Timeline], dict[str,
 
 
 def _schedule(name: str, arguments: argparse.Namespace) -> Schedule:
-    if name.endswith(".csv"):
-        return Schedule.from_csv(Path(name), name=Path(name).stem)
+    if _is_file(name):
+        return _from_file(name, arguments)
     missing = [f"--{flag}" for flag in ("ranks", "microbatches") if getattr(arguments, flag) is None]
     if missing:
         raise PlanError(
@@ -120,13 +175,48 @@ def _schedule(name: str, arguments: argparse.Namespace) -> Schedule:
     chunks = arguments.chunks if name == "interleaved" or len(arguments.names) == 1 else None
     share = 1 / (chunks or 2) if name == "interleaved" else 0.5 if name in _CUT_IN_TWO else 1.0
     limit = arguments.memory_limit
-    return build(
-        name,
-        ranks=arguments.ranks,
-        microbatches=arguments.microbatches,
-        chunks=chunks,
-        costs=_costs(arguments, share),
-        memory_limit=None if limit is None else limit / share,
+    try:
+        return build(
+            name,
+            ranks=arguments.ranks,
+            microbatches=arguments.microbatches,
+            chunks=chunks,
+            costs=_costs(arguments, share),
+            memory_limit=None if limit is None else limit / share,
+        )
+    except MemoryLimitError as error:
+        raise PlanError(_over_limit(name, limit, error.needed * share, error.others)) from None
+
+
+def _from_file(name: str, arguments: argparse.Namespace) -> Schedule:
+    schedule = Schedule.from_csv(Path(name), name=Path(name).stem)
+    own = {"ranks": schedule.ranks, "microbatches": schedule.microbatches, "chunks": schedule.chunks}
+    if {"interleaved", "all"} & set(arguments.names):
+        del own["chunks"]  # it is meant for that one
+    bad = [
+        Violation(f"--{flag} {asked} with {name}", f"the file has {has}", f"leave out --{flag}, or give {has}")
+        for flag, has in own.items()
+        if (asked := getattr(arguments, flag)) not in (None, has)
+    ]
+    if bad:
+        raise PlanError(bad)
+    return schedule
+
+
+def _keeps_limit(name: str, timeline: Timeline, share: float, limit: float | None) -> None:
+    """What `build` has seen to already, except for files."""
+    peak = max(timeline.peak_activations) * share
+    if limit is not None and peak > limit + 1e-6:
+        raise PlanError(_over_limit(name, limit, peak, ()))
+
+
+def _over_limit(name: str, limit: float, needed: float, others: Sequence[str]) -> Violation:
+    """The refusal in the unit of --memory-limit."""
+    instead = f", or use {' or '.join(others)}" if others else ""
+    return Violation(
+        f"--memory-limit {limit:g} with {name}",
+        f"it needs at least {rounded_up(needed)} micro-batches on all layers of a rank",
+        f"raise --memory-limit to {rounded_up(needed)}{instead}",
     )
 
 
@@ -172,7 +262,7 @@ def _page(
 ) -> list[Line]:
     lines: list[Line] = []
     if len(timelines) > 1:
-        lines += [*summary(timelines), ()]
+        lines += [*summary(timelines, width=console.width), ()]
     longest = max(t.makespan for t in timelines)
     for timeline in timelines:
         if len(timelines) > 1 and arguments.no_gantt and not arguments.table:
@@ -181,9 +271,9 @@ def _page(
         if not arguments.no_gantt:
             lines += gantt(timeline, width=console.width, until=longest, letters=console.letters)
         if len(timelines) == 1:
-            lines += [(), *per_rank(timeline)]
+            lines += [(), *per_rank(timeline, width=console.width)]
         if arguments.table:
-            lines += [(), *actions_table(_written(arguments, timeline))]
+            lines += [(), *actions_table(_written(arguments, timeline), width=console.width)]
         lines.append(())
     if not arguments.no_gantt:
         lines += legend(timelines, width=console.width, letters=console.letters)

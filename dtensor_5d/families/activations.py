@@ -76,6 +76,9 @@ def saved_tensors(layer: LayerShape, recipe: Recipe, numbers: Numbers) -> tuple[
         made.append(Saved("mlp input", width * hidden, "sequence", feeds=True))
     if layer.experts:
         _experts(made, layer, recipe, numbers)
+        if layer.beside:
+            made.append(Saved("experts input", width * hidden, "sequence"))
+            _mlp(made, "mlp", layer.beside, layer.gated, numbers.activation, width, "tensor")
     else:
         _mlp(made, "mlp", layer.inner, layer.gated, numbers.activation, width, "tensor")
     if numbers.residual_dropout > 0:

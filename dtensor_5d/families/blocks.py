@@ -98,7 +98,8 @@ class Mixer:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer. inner: the size inside the MLP (of one expert, where there are experts)."""
+    """One decoder layer. inner: the size inside the MLP (of one expert, where there are experts); beside: that of the
+    MLP which some families have beside their experts."""
 
     index: int
     params: tuple[Param, ...]
@@ -107,6 +108,7 @@ class LayerShape:
     gated: bool
     experts: int = 0
     experts_per_token: int = 0
+    beside: int = 0
 
     @property
     def parameters(self) -> int:
@@ -116,7 +118,7 @@ class LayerShape:
     def signature(self) -> tuple[object, ...]:
         """Equal for layers that differ in nothing but their place."""
         params = tuple((p.shape, p.part, p.tp, p.granule, p.outputs) for p in self.params)
-        return (params, self.mixer, self.inner, self.gated, self.experts, self.experts_per_token)
+        return (params, self.mixer, self.inner, self.gated, self.experts, self.experts_per_token, self.beside)
 
     def of(self, *parts: str) -> tuple[Param, ...]:
         """The parameters of these parts."""

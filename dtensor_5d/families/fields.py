@@ -57,6 +57,18 @@ class Fields:
             )
         return value
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether the config says layer by layer what differs (`per_layer_config` of transformers 5)."""
+        return "per_layer_config" in self.raw
+
+    def at_layer(self, index: int) -> Fields:
+        """The fields as the layer at this place sees them: those of `per_layer_config` come first."""
+        given = self.raw.get("per_layer_config") or {}
+        # Keys are text in JSON, with zeros in front: "05".
+        own = next((fields for place, fields in given.items() if int(place) == index), None)
+        return Fields({**self.raw, **own}, self.defaults) if own else self
+
     def flag(self, rule: bool | str) -> bool:
         """A fixed truth, or the truth of a field."""
         return rule if isinstance(rule, bool) else bool(self.get(rule, False))

@@ -12,6 +12,7 @@ __all__ = ["build_layer", "layer_kinds", "norm_params"]
 
 def build_layer(fields: Fields, recipe: Recipe, index: int, kind: str) -> LayerShape:
     """The layer at this place: attention of this kind, then an MLP or experts, then the norms."""
+    fields = fields.at_layer(index)
     prefix = f"{recipe.root}.{recipe.layers}.{index}."
     if kind == "linear" and recipe.linear:
         mix, mixer = LINEAR_MIXERS[recipe.linear](fields, prefix)
@@ -20,11 +21,15 @@ def build_layer(fields: Fields, recipe: Recipe, index: int, kind: str) -> LayerS
     else:
         mix, mixer = _attention(fields, recipe, prefix + recipe.attention, index, kind)
     moe = recipe.moe if recipe.moe and has_experts(fields, recipe.moe, index) else None
+    beside = 0
     if moe:
         feed, inner = _experts(fields, recipe, moe, prefix)
+        if moe.beside:
+            dense, beside = _mlp(fields, recipe, prefix, index)
+            feed += dense
     else:
         feed, inner = _mlp(fields, recipe, prefix, index)
-    norms = [p for name in _norm_names(fields, recipe) for p in norm_params(fields, recipe, prefix + name)]
+    norms = [p for name in (*_norm_names(fields, recipe), *(moe.norms if moe else ())) for p in norm_params(fields, recipe, prefix + name)]
     extra = _per_layer_embedding_params(fields, prefix)
     return LayerShape(
         index,
@@ -34,6 +39,7 @@ def build_layer(fields: Fields, recipe: Recipe, index: int, kind: str) -> LayerS
         gated=recipe.mlp_fused or len(recipe.mlp_names) == 3 or moe is not None,
         experts=fields.count("experts") if moe else 0,
         experts_per_token=fields.per_layer("experts_per_token", index) if moe else 0,
+        beside=beside,
     )
 
 
@@ -70,7 +76,8 @@ def layer_kinds(fields: Fields, recipe: Recipe) -> list[str]:
     layers = fields.count("num_hidden_layers")
     given = fields.get("layer_types")
     if isinstance(given, (list, tuple)):
-        return [_kind_of(k) for k in given]
+        kinds = [_kind_of(k) for k in given]
+        return [*kinds[:-1], "full"] if recipe.last_full else kinds
     if recipe.linear == "mamba":
         period, offset = fields.count("attn_layer_period", 8), int(fields.get("attn_layer_offset", 4))
         return ["full" if i % period == offset else "linear" for i in range(layers)]
@@ -90,7 +97,8 @@ def layer_kinds(fields: Fields, recipe: Recipe) -> list[str]:
     pattern = fields.get("sliding_window_pattern", recipe.pattern)
     if not isinstance(pattern, int) or pattern < 1:
         return ["sliding"] * layers
-    return ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)]
+    kinds = ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)]
+    return [*kinds[:-1], "full"] if recipe.last_full else kinds
 
 
 def _kind_of(name: object) -> str:
@@ -109,6 +117,8 @@ def has_experts(fields: Fields, moe: Moe, index: int) -> bool:
         return types[index] == "sparse"
     if not isinstance(fields.get("experts"), int) or fields.get("experts") == 0:
         return False
+    if moe.when == "flag":
+        return bool(fields.get("enable_moe_block"))
     if moe.when == "first_k":
         return index >= int(fields.get("first_k_dense_replace", fields.get("num_dense_layers", 0)))
     if moe.when == "step":
@@ -134,9 +144,11 @@ def has_experts(fields: Fields, moe: Moe, index: int) -> bool:
 def _attention(fields: Fields, recipe: Recipe, name: str, index: int, kind: str) -> tuple[list[Param], Mixer]:
     hidden, heads, size = fields.count("hidden_size"), fields.count("num_attention_heads"), fields.head_size
     kv = _kv_heads(fields, recipe, heads)
-    if kind == "full" and fields.get("global_head_dim"):
-        size = fields.count("global_head_dim")
-        kv = int(fields.get("num_global_key_value_heads") or kv)
+    if kind == "full" and recipe.last_full and not fields.has_layers:
+        # Gemma 4 as published; transformers turns these into per_layer_config when it reads them.
+        size = fields.count("global_head_dim", fields.count("full_head_dim"))
+        if fields.get("attention_k_eq_v") and fields.get("num_global_key_value_heads"):
+            kv = fields.count("num_global_key_value_heads")
     in_bias, out_bias = fields.flag(recipe.qkv_bias), fields.flag(recipe.out_bias)
     made: list[Param] = []
     if recipe.sinks:
@@ -162,7 +174,7 @@ def _attention(fields: Fields, recipe: Recipe, name: str, index: int, kind: str)
     if recipe.attention_gate and recipe.attention_gate != "q":
         made += linear(f"{name}.{recipe.attention_gate}", heads * size, hidden, "attention", "column", granule=size)
     made += linear(
-        f"{name}.{recipe.out}", hidden, heads * size, "attention", "row", bias=out_bias, granule=size,
+        f"{name}.{recipe.out}", hidden, hidden if recipe.out_square else heads * size, "attention", "row", bias=out_bias, granule=size,
         transposed=recipe.conv1d,
     )  # fmt: skip
     window = 0
@@ -269,8 +281,11 @@ def _mlp_params(fields: Fields, recipe: Recipe, name: str, inner: int, part: str
 
 def _experts(fields: Fields, recipe: Recipe, moe: Moe, prefix: str) -> tuple[list[Param], int]:
     hidden, experts, inner = fields.count("hidden_size"), fields.count("experts"), fields.count(moe.inner)
-    name = f"{prefix}{moe.parent or recipe.mlp}."
+    parent = recipe.mlp if moe.parent is None else moe.parent
+    name = f"{prefix}{parent}." if parent else prefix
     made = linear(name + moe.router, experts, hidden, "router", bias=moe.router_bias)
+    if moe.router_scale:
+        made.append(vector(name + moe.router_scale, hidden, "router"))
     for extra in moe.extra:
         own, _, rows = extra.partition(":")
         made.append(Param(name + own, (int(rows), experts) if rows else (experts,), "router"))

@@ -16,7 +16,8 @@ __all__ = ["RECIPES", "Moe", "Recipe", "recipe_for"]
 class Moe:
     """Where and how a family has experts.
 
-    when: always, first_k (dense layers first), step (every n-th), layers (a list), period (Jamba), or interval (Ernie).
+    when: always, first_k (dense layers first), step (every n-th), layers (a list), period (Jamba), interval (Ernie), or
+    flag (`enable_moe_block`).
     inner: the field with the inner size of one expert.
     shared_inner: field of the inner size of the shared expert; `shared_count` multiplies the experts' size instead.
     """
@@ -34,7 +35,10 @@ class Moe:
     expert_bias: bool = False
     extra: tuple[str, ...] = ()  # vectors of E entries
     fp32_router: bool = False
-    parent: str | None = None
+    parent: str | None = None  # the module that holds router and experts; None: the MLP's name, "": the layer itself
+    beside: bool = False  # the layer has its MLP as well
+    router_scale: str | None = None  # a vector of M entries
+    norms: tuple[str, ...] = ()  # that only layers with experts have
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Recipe:
     inner: str = "intermediate_size"  # or "name|4": four times the model size where the field is missing
     parallel: bool | str = False  # attention and MLP side by side
     moe: Moe | None = None
+    last_full: bool = False  # the last layer is full whatever layer_types say
+    out_square: bool = False  # the attention's output product takes M numbers whatever the head size
     pattern: int = 0  # every n-th layer is full where layer_types is missing; 0: all alike
     linear: str | None = None  # what stands in for attention in the linear layers
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -120,7 +126,15 @@ RECIPES: Mapping[str, dict[str, Any]] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma3n_text": _with(_GEMMA3, pattern=5),
-    "gemma4_text": _with(_GEMMA3, pattern=6),
+    "gemma4_text": _with(
+        _GEMMA3, pattern=6, last_full=True,
+        defaults={**_GEMMA3["defaults"], "vocab_size": 262144, "full_head_dim": 512, "sliding_window": 512},
+        moe=dict(
+            router="router.proj", when="flag", beside=True, parent="", extra=("router.per_expert_scale",),
+            router_scale="router.scale",
+            norms=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
+        ),
+    ),
     "vaultgemma": _with(_GEMMA2, norms=("input_layernorm", "pre_feedforward_layernorm")),
     "phi": _with(
         _LLAMA, norm="layer", norms=("input_layernorm",), final_norm="final_layernorm", out="dense", qkv_bias=True,
@@ -188,7 +202,7 @@ RECIPES: Mapping[str, dict[str, Any]] = {
         defaults={"attention_bias": True, "head_dim": 128},
     ),
     "granite": _with(_LLAMA, mlp_bias="mlp_bias", **_BIASED),
-    "helium": _with(_LLAMA, norm="gemma", mlp_bias="mlp_bias", qkv_bias="attention_bias"),
+    "helium": _with(_LLAMA, norm="gemma", out_square=True, mlp_bias="mlp_bias", qkv_bias="attention_bias"),
     "nemotron": _with(_LLAMA, norm="layer", mlp_names=("up_proj", "down_proj"), mlp_bias="mlp_bias", **_BIASED),
     "seed_oss": _with(
         _LLAMA, qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias",

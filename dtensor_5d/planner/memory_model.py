@@ -9,7 +9,8 @@ from dtensor_5d.families.shape import ModelShape
 from dtensor_5d.plan import Plan
 from dtensor_5d.planner.activity import Activity, Tokens, activity_of_stage
 from dtensor_5d.planner.memory_report import CAUSES, Device, MemoryReport, RankMemory, StageMemory
-from dtensor_5d.planner.stages import InFlight, Stage, in_flight, stages_by_rank
+from dtensor_5d.planner.moments import fullest_moments
+from dtensor_5d.planner.stages import Stage, stages_by_rank
 from dtensor_5d.planner.state import Widths, shard_numel, state_terms, whole_numel
 from dtensor_5d.planner.units import units_of_stage
 
@@ -49,12 +50,10 @@ def memory(
     tokens = Tokens(count, seq_len, widths.compute or widths.shard, attention)
     by_rank, schedule = stages_by_rank(shape, plan)
     whole = {s.number: activity_of_stage(shape, plan, s, tokens) for stages in by_rank for s in stages}
-    kept = [whole[number].kept for number in sorted(whole)]
-    stash = [whole[number].stash for number in sorted(whole)]
     ranks: list[RankMemory] = []
     for rank, stages in enumerate(by_rank):
-        alive = in_flight(schedule, rank, kept, stash)
-        ranks.append(_rank_memory(shape, plan, rank, stages, whole, alive, widths, device))
+        moments = fullest_moments(schedule, rank, whole)
+        ranks.append(_rank_memory(shape, plan, rank, stages, whole, moments, widths, device))
     return MemoryReport(tuple(ranks), device)
 
 
@@ -133,7 +132,7 @@ def _rank_memory(
     rank: int,
     stages: tuple[Stage, ...],
     activity: Mapping[int, Activity],
-    alive: InFlight,
+    moments: Mapping[str, Mapping[str, int]],
     widths: Widths,
     device: Device,
 ) -> RankMemory:
@@ -146,19 +145,12 @@ def _rank_memory(
     context = {"context": device.context + groups * device.communicator}
     during = {
         "gradients": state["gradients"],
-        "stash": alive.stash,
         "buffers": max(a.buffers for a in own),
         "gathered": gathered,
     }
-    # At the loss the logits are there; when the backward of the layers begins, they and their probabilities are gone.
-    loss = {**during, "activations": alive.activations, "logits": max(a.logits for a in own)}
-    backward = {
-        **during,
-        "activations": alive.activations - max(a.probabilities for a in own),
-        "recompute": max(a.recompute for a in own),
-        "working": max(a.working for a in own) + unit_gradients,
-        "reduce buffer": reduce_buffer,
-    }
+    loss = {**during, **moments["loss"]}
+    backward = {**during, **moments["backward"], "reduce buffer": reduce_buffer}
+    backward["working"] += unit_gradients
     optimizer = {"optimizer": state["optimizer"]}
     # A foreach optimizer makes one temporary the size of what it updates.
     update = {"gradients": state["shard gradients"], "temporary": state["parameters"] + state["master"], **optimizer}

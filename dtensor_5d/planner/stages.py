@@ -1,9 +1,9 @@
-"""Which layers a pipeline rank holds, and how many micro-batches it keeps alive at once."""
+"""Which layers a pipeline rank holds, and which parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dtensor_5d.errors import PlanError, Violation
@@ -14,7 +14,7 @@ from dtensor_5d.plan import Plan
 if TYPE_CHECKING:
     from dtensor_5d.schedule import Schedule
 
-__all__ = ["InFlight", "Stage", "in_flight", "split_layers", "stages_by_rank"]
+__all__ = ["Stage", "split_layers", "stages_by_rank"]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,6 @@ class Stage:
     @property
     def params(self) -> tuple[Param, ...]:
         return (*self.first, *(p for layer in self.layers for p in layer.params), *self.last)
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """What a rank keeps at its fullest moment, in bytes."""
-
-    activations: int
-    stash: int
 
 
 def split_layers(layers: int, stages: int) -> tuple[int, ...]:
@@ -81,10 +73,22 @@ def stages_by_rank(shape: ModelShape, plan: Plan) -> tuple[tuple[tuple[Stage, ..
     )
     counts = options.layers_per_stage or split_layers(len(shape.layers), schedule.depth)
     cut = _cut(shape, _checked(shape, counts, schedule.depth))
-    ranks = tuple(
-        tuple(cut[stage % schedule.depth] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)
-    )
+    ranks = tuple(_held(cut, schedule.stages_of(rank)) for rank in range(schedule.ranks))
     return ranks, schedule
+
+
+def _held(cut: Sequence[Stage], numbers: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of one rank. A parameter that two of them share (a tied embedding under a V schedule) is held once, by
+    the first; the second copy of the model that `dualpipe` runs has parameters of its own.
+    """
+    made: list[Stage] = []
+    seen: set[tuple[int, str]] = set()
+    for number in numbers:
+        copy, place = divmod(number, len(cut))
+        stage = cut[place]
+        made.append(replace(stage, last=tuple(p for p in stage.last if (copy, p.name) not in seen)))
+        seen |= {(copy, p.name) for p in stage.params}
+    return tuple(made)
 
 
 def _checked(shape: ModelShape, counts: Sequence[int], stages: int) -> Sequence[int]:
@@ -105,39 +109,10 @@ def _cut(shape: ModelShape, counts: Sequence[int]) -> list[Stage]:
         first, last = number == 0, number == len(counts) - 1
         tail = shape.last if last else ()
         if last and not first and shape.tied:
-            # A tied embedding lives on both ends of the pipeline.
+            # A tied embedding lives on both ends of the pipeline (once where one rank has both: see `_held`).
             tail = (next(p for p in shape.first if p.part == "embedding"), *tail)
         made.append(
             Stage(number, shape.layers[start : start + count], shape.first if first else (), tail, first, last)
         )
         start += count
     return made
-
-
-def in_flight(
-    schedule: Schedule | None, rank: int, activation: Sequence[int], stash: Sequence[int]
-) -> InFlight:
-    """The fullest moment of a rank under its schedule.
-
-    activation, stash: bytes of one micro-batch on each stage of the model, between F and I, and between I and W.
-    Without a pipeline one micro-batch is alive at a time.
-    """
-    if schedule is None:
-        return InFlight(sum(activation), 0)
-    held = waiting = 0
-    peak = InFlight(0, 0)
-    for action in schedule.table[rank]:
-        for part in action.parts or (action,):
-            stage = part.stage % schedule.depth
-            if part.kind == "F":
-                held += activation[stage]
-            elif part.kind == "B":
-                held -= activation[stage]
-            elif part.kind == "I":
-                held -= activation[stage]
-                waiting += stash[stage]
-            elif part.kind == "W":
-                waiting -= stash[stage]
-            if held + waiting > peak.activations + peak.stash:
-                peak = InFlight(held, waiting)
-    return peak

@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from dtensor_5d.report.text import Line, Span, flowed, joined, number, percent, styled, table
+from dtensor_5d.report.text import Line, Span, checked_width, flowed, joined, number, percent, styled, table
 from dtensor_5d.schedule import Action, Schedule, TimedAction, Timeline
 from dtensor_5d.schedule.actions import leaves
 
 __all__ = ["KIND_NAMES", "actions_table", "caption", "gantt", "legend", "per_rank", "share_of_rank", "summary"]
+
+_LEAST_COLUMNS = 24
 
 KIND_NAMES = {
     "F": "forward",
@@ -57,7 +59,7 @@ def gantt(timeline: Timeline, *, width: int, until: float | None = None, letters
     """
     longest = until or timeline.makespan
     name_width = len(f"rank {timeline.schedule.ranks - 1}")
-    columns = max(width - name_width - 2, 8)
+    columns = checked_width(width, name_width + 2 + _LEAST_COLUMNS) - name_width - 2
     step = longest / columns
     lines = []
     for rank, row in enumerate(timeline.rows):
@@ -133,7 +135,7 @@ def caption(timeline: Timeline) -> str:
     )
 
 
-def summary(timelines: Sequence[Timeline]) -> list[Line]:
+def summary(timelines: Sequence[Timeline], *, width: int | None = None) -> list[Line]:
     """Schedules side by side; the best of each column stands out.
 
     The unit of memory is the activations of one micro-batch on all layers of a rank, so that schedules with different
@@ -161,10 +163,10 @@ def summary(timelines: Sequence[Timeline]) -> list[Line]:
                 number(max(t.peak_stash) * share),
             ]
         )
-    return table(head, rows)
+    return table(head, rows, width=width)
 
 
-def per_rank(timeline: Timeline) -> list[Line]:
+def per_rank(timeline: Timeline, *, width: int | None = None) -> list[Line]:
     """What each rank holds, how long it works and waits, and what it keeps at most."""
     share = share_of_rank(timeline)
     rows = [
@@ -179,19 +181,29 @@ def per_rank(timeline: Timeline) -> list[Line]:
         ]
         for rank in range(timeline.schedule.ranks)
     ]
-    return table(["", "stages", "busy", "bubble", "idle", "peak memory", "stash"], rows)
+    return table(["", "stages", "busy", "bubble", "idle", "peak memory", "stash"], rows, width=width)
 
 
-def actions_table(schedule: Schedule) -> list[Line]:
-    """The actions of each rank in order, as torch spells them."""
+def actions_table(schedule: Schedule, *, width: int | None = None) -> list[Line]:
+    """The actions of each rank in order, as torch spells them; in blocks that are no wider than `width`."""
     rows = schedule.table
     widths = [max(len(str(row[i])) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    lines = []
-    for rank, row in enumerate(rows):
-        spans = [Span(f"rank {rank}".ljust(len(f"rank {len(rows) - 1}")) + "  ", "dim")]
-        for action, width in zip(row, widths):
-            spans.append(Span(str(action).ljust(width + 1), f"{kind_of(action)} text"))
-        lines.append(tuple(spans))
+    name_width = len(f"rank {len(rows) - 1}")
+    # Where each block starts: at the first action that does not fit into the one before.
+    starts, used = [0], name_width + 2
+    for i, own in enumerate(widths):
+        used += own + 1
+        if width is not None and used > width and i > starts[-1]:
+            starts.append(i)
+            used = name_width + 2 + own + 1
+    lines: list[Line] = []
+    for first, last in zip(starts, [*starts[1:], len(widths)]):
+        lines += [()] if lines else []
+        for rank, row in enumerate(rows):
+            spans = [Span(f"rank {rank}".ljust(name_width) + "  ", "dim")]
+            for action, own in zip(row[first:last], widths[first:last]):
+                spans.append(Span(str(action).ljust(own + 1), f"{kind_of(action)} text"))
+            lines.append(tuple(spans))
     return lines
 
 

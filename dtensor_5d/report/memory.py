@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtensor_5d.planner import CAUSES, MemoryReport, RankMemory
-from dtensor_5d.report.text import Line, Part, Span, bar, flowed, human_bytes, styled, table
+from dtensor_5d.report.text import Line, Part, Span, bar, checked_width, flowed, human_bytes, styled, table
 
 __all__ = ["cause_legend", "cause_table", "phase_bars", "rank_bars", "verdict"]
 
@@ -18,6 +18,7 @@ assert set(_LETTERS) == set(CAUSES) and len(set(_LETTERS.values())) == len(CAUSE
 
 # Widths in the table of causes: the names of its rows, and a column with the gap before it.
 _NAMES, _COLUMN = 17, 18
+_LEAST_WIDTH = 40
 
 
 def rank_bars(report: MemoryReport, *, width: int, letters: bool = True) -> list[Line]:
@@ -36,7 +37,7 @@ def _bars(
 ) -> list[Line]:
     totals = [sum(row.values()) for row in rows]
     name_width, total_width = max(map(len, names)), 10
-    columns = max(width - name_width - total_width - 4, 10)
+    columns = max(checked_width(width, _LEAST_WIDTH) - name_width - total_width - 4, 8)
     marks = (report.line, report.device.memory)
     scale = float(max(report.device.memory, *totals))
     lines = []
@@ -86,7 +87,7 @@ def cause_table(report: MemoryReport, *, width: int) -> list[Line]:
     if any(any(r.experts.values()) for r in ranks):
         rows.append(["states of dense", *(human_bytes(sum(r.dense.values())) for r in ranks)])
         rows.append(["states of experts", *(human_bytes(sum(r.experts.values())) for r in ranks)])
-    return table(head, rows)
+    return table(head, rows, width=width)
 
 
 def _chosen(report: MemoryReport, most: int) -> Sequence[RankMemory]:

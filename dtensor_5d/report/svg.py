@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from dtensor_5d.report.gantt import KIND_NAMES, caption, kind_of, label_of, tone_of
-from dtensor_5d.report.text import number
+from dtensor_5d.report.text import checked_width, number
 from dtensor_5d.schedule import TimedAction, Timeline
 
 __all__ = ["FILLS", "schedule_svg"]
@@ -19,11 +19,13 @@ FILLS = {
     "W": ("#f7bd7a", "#c06a10"),
     "X": ("#d3a8ec", "#7d3fa6"),
 }
+_LEAST_WIDTH = 200
 _LEFT, _TOP, _ROW, _GAP, _CAPTION = 64, 40, 22, 26, 22
 
 
 def schedule_svg(timelines: Sequence[Timeline], *, width: int = 1200) -> str:
     """The picture as text of a file. Bars wide enough carry the micro-batch; every bar has a tooltip."""
+    checked_width(width, _LEAST_WIDTH)
     longest = max(t.makespan for t in timelines)
     scale = (width - _LEFT - 16) / longest
     body: list[str] = []

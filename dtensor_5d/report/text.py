@@ -6,11 +6,15 @@ Style names are roles, not colours: "head", "dim", "good", "bad", "F", "I", "W",
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dtensor_5d.errors import PlanError, Violation
+
 __all__ = [
-    "Line", "Part", "Span", "bar", "flowed", "human_bytes", "joined", "number", "percent", "plain", "styled", "table",
+    "Line", "Part", "Span", "bar", "checked_width", "flowed", "human_bytes", "joined", "number", "percent", "plain",
+    "styled", "table", "wrapped",
 ]  # fmt: skip
 
 
@@ -34,8 +38,43 @@ def plain(lines: Iterable[Line]) -> str:
     return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str | Span]], *, left: int = 1) -> list[Line]:
+def checked_width(width: int, least: int) -> int:
+    """A width, if something can be drawn in it. Errors: `PlanError`."""
+    if isinstance(width, bool) or not isinstance(width, int) or width < least:
+        raise PlanError(Violation(f"width={width!r}", f"must be an integer, at least {least}", f"use {least} or more"))
+    return width
+
+
+def wrapped(line: Line, width: int, indent: str = "  ") -> list[Line]:
+    """A line in as many lines of `width` columns as it needs, broken at blanks; a longer word stays whole.
+
+    Example:
+        >>> print(plain(wrapped(styled("fits below the line"), 12)))
+        fits below
+          the line
+    """
+    if sum(len(span.text) for span in line) <= width and not any("\n" in span.text for span in line):
+        return [line]
+    lines: list[list[Span]] = [[]]
+    used = start = 0
+    for text, style in line:
+        for word in re.findall(r"\n|[^\S\n]+|\S+", text):
+            blank = not word.strip()
+            if word == "\n" or (used + len(word) > width and used > start and not blank):
+                lines.append([] if word == "\n" else [Span(indent)])
+                used = start = 0 if word == "\n" else len(indent)
+            if word != "\n" and not (blank and len(lines) > 1 and used + len(word) > width):
+                lines[-1].append(Span(word, style))
+                used += len(word)
+    return [joined(spans) for spans in lines]
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str | Span]], *, left: int = 1, width: int | None = None
+) -> list[Line]:
     """A table with aligned columns: the first `left` to the left, the others to the right.
+
+    A table wider than `width` comes in blocks of columns, each with the first column.
 
     Example:
         >>> print(plain(table(["schedule", "bubble"], [["1f1b", "27.3 %"], ["zbv", "0.0 %"]])))
@@ -46,15 +85,28 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str | Span]], *, left: in
     cells = [[Span(cell, "head") for cell in head]]
     cells += [[cell if isinstance(cell, Span) else Span(cell) for cell in row] for row in rows]
     widths = [max(len(row[i].text) for row in cells) for i in range(len(head))]
-    lines = []
-    for row in cells:
-        line: list[Span] = []
-        for i, (cell, width) in enumerate(zip(row, widths)):
-            gap = "  " if i else ""
-            text = cell.text.ljust(width) if i < left else cell.text.rjust(width)
-            line += [Span(gap), Span(text, cell.style)]
-        lines.append(tuple(line))
+    lines: list[Line] = []
+    for columns in _blocks(widths, width):
+        lines += [()] if lines else []
+        for row in cells:
+            line: list[Span] = []
+            for i in columns:
+                text = row[i].text.ljust(widths[i]) if i < left else row[i].text.rjust(widths[i])
+                line += [Span("  " if i else ""), Span(text, row[i].style)]
+            lines.append(tuple(line))
     return lines
+
+
+def _blocks(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Which columns stand side by side, so that none of the blocks is wider than `width` (if it has a choice)."""
+    blocks, used = [[0]], widths[0]
+    for i, own in enumerate(widths[1:], 1):
+        if width is not None and used + 2 + own > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+            used = widths[0]
+        blocks[-1].append(i)
+        used += 2 + own
+    return blocks
 
 
 class Part(NamedTuple):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,10 @@ COMPUTE = frozenset(("F", "I", "W", "B", "OVERLAP_F_B"))
 COMMUNICATION = frozenset(("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
 _PARAMETERS = frozenset(("UNSHARD", "RESHARD", "REDUCE_GRAD"))
 
-_TEXT = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+# Nine digits are more than any pipeline has, and never too many for a list or for `int`.
+_TEXT = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
+_MOST_NAMED = 8
+"""Bad cells of a CSV that an error lists."""
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 
 
@@ -66,7 +70,7 @@ class Action(NamedTuple):
             if microbatch or kind in _PARAMETERS:
                 return Action(int(stage), kind, int(microbatch) if microbatch else None)
         required = "an action is STAGE KIND MICROBATCH, as in 2F0, 0SEND_F1, 3UNSHARD or (2F0;1B3)OVERLAP_F_B"
-        raise PlanError(Violation(f"action {text!r}", required, "correct this cell"))
+        raise PlanError(Violation(f"action {reprlib.repr(text)}", required, "correct this cell"))
 
 
 Table = Sequence[Sequence[Action]]
@@ -84,13 +88,13 @@ def format_csv(table: Table) -> str:
 
 
 def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The table of `format_csv` or of torch; empty cells (torch's bubbles) are left out.
+    """The table of `format_csv` or of torch; empty cells (torch's bubbles) and a byte order mark are left out.
 
     Errors: `PlanError` naming line and cell.
     """
     bad: list[Violation] = []
     table = []
-    for rank, line in enumerate(_lines(text)):
+    for rank, line in enumerate(_lines(text.removeprefix("\ufeff"))):
         row = []
         for cell, word in enumerate(line.split(",")):
             if word.strip() in ("", "None"):
@@ -103,6 +107,9 @@ def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
         table.append(tuple(row))
     if not table:
         bad.append(Violation("an empty schedule", "a CSV holds one line for each rank", "write at least one line"))
+    if len(bad) > _MOST_NAMED:
+        more = f"{len(bad) - _MOST_NAMED} more cells"
+        bad[_MOST_NAMED:] = [Violation(more, "are no actions either", "is this a CSV of a schedule?")]
     if bad:
         raise PlanError(bad)
     return tuple(table)

@@ -13,7 +13,7 @@ from functools import partial
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.data import Schedule
 from dtensor_5d.schedule.exact import exact
-from dtensor_5d.schedule.lanes import EPSILON, Found, Problem
+from dtensor_5d.schedule.lanes import EPSILON, Found, Problem, one_by_one
 from dtensor_5d.schedule.listing import Policy, list_schedule
 from dtensor_5d.schedule.polish import polish
 from dtensor_5d.schedule.rounds import straight_rounds
@@ -39,7 +39,7 @@ _POLICIES = tuple(
 
 
 def zb_auto(problem: Problem) -> list[list[Action]]:
-    """The schedule with the shortest span that the search comes upon. `problem.limit` must be at least 1."""
+    """The schedule with the shortest span that the search comes upon; `problem.limit` is at least `problem.least`."""
     search = Search(problem, min(max(BUDGET[0], BUDGET[1] * problem.size), BUDGET[2]))
     for table in (zb_h1(problem.ranks, problem.microbatches), zb_h2(problem.ranks, problem.microbatches)):
         search.offer(_measured(problem, table))
@@ -52,11 +52,13 @@ def zb_auto(problem: Problem) -> list[list[Action]]:
     for policy in _POLICIES:
         for ahead in _head_starts(problem):
             search.attempt(partial(list_schedule, problem, ahead, policy))
-    distinct = {found.rows: found for found in search.kept}.values()
+    if search.best is None:
+        search.offer(one_by_one(problem))
+    assert search.best is not None
+    distinct = {found.rows: found for found in search.kept or [search.best]}.values()
     for found in sorted(distinct, key=lambda f: f.key)[:KEPT]:
         polish(search, found)
     exact(search)
-    assert search.best is not None
     return search.best.table()
 
 
@@ -72,7 +74,7 @@ def _try_rounds(search: Search, ahead: Sequence[int]) -> Found | None:
 def _descend(search: Search, ahead: tuple[int, ...]) -> None:
     """Move the head starts by one, of one rank or of all on one side of it, while that helps."""
     problem = search.problem
-    most = min(problem.microbatches, int(problem.limit + EPSILON))
+    most = _longest(problem)
     found = _try_rounds(search, ahead)
     best, tried, moved = (found.key if found else None), {ahead}, True
     while moved and not search.over:
@@ -87,19 +89,24 @@ def _descend(search: Search, ahead: tuple[int, ...]) -> None:
                     best, ahead, moved = found.key, changed, True
 
 
-def _changes(ahead: tuple[int, ...], rank: int, most: int) -> Iterator[tuple[int, ...]]:
+def _changes(ahead: tuple[int, ...], rank: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Head starts near `ahead`; no rank may have a longer one than the rank before it."""
     for step in (1, -1):
-        to = max(1, min(most, ahead[rank] + step))
+        to = max(1, min(most[rank], ahead[rank] + step))
         side = range(rank + 1) if step > 0 else range(rank, len(ahead))
-        yield tuple(max(1, min(most, x + step)) if r in side else x for r, x in enumerate(ahead))
+        yield tuple(max(1, min(most[r], x + step)) if r in side else x for r, x in enumerate(ahead))
         yield tuple((max(x, to) if step > 0 else min(x, to)) if r in side else x for r, x in enumerate(ahead))
+
+
+def _longest(problem: Problem) -> list[int]:
+    """The longest head start that each rank has memory for, with room for its first I."""
+    return [max(1, min(problem.microbatches, int(problem.limit - more + EPSILON))) for more in problem.reserve]
 
 
 def _head_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Forwards before the first I, for each rank: as 1F1B, as ZB-H2, as many as there is time for, as many as fit."""
     ranks = problem.ranks
-    most = min(problem.microbatches, int(problem.limit + EPSILON))
+    most = _longest(problem)
     first = [0.0] * ranks
     """When a rank's first F can begin, and when its first gradient arrives."""
     for r in range(1, ranks):
@@ -113,10 +120,12 @@ def _head_starts(problem: Problem) -> Iterator[tuple[int, ...]]:
         [2 * (ranks - r) - 1 for r in range(ranks)],
         timely,
         [x + 1 for x in timely],
-        [most] * ranks,
+        most,
     ):
-        ahead = [max(1, min(most, x)) for x in wanted]
-        yield tuple(max(ahead[r:]) for r in range(ranks))
+        ahead = [max(1, min(m, x)) for m, x in zip(most, wanted)]
+        # No rank may run further ahead than the one before it; that one is to catch up, if its memory allows.
+        ahead = [min(most[r], max(ahead[r:])) for r in range(ranks)]
+        yield tuple(min(ahead[: r + 1]) for r in range(ranks))
 
 
 def _measured(problem: Problem, table: list[list[Action]]) -> Found | None:

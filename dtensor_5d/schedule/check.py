@@ -20,13 +20,19 @@ def check(schedule: Schedule) -> None:
 
     - every micro-batch passes every stage once: one F, and either one B or one I and one W;
     - F before I before W, and nothing before what it reads;
-    - in a lowered one: a send behind what it sends, one receive for each, before what reads it; parameters gathered
-      where they are read (if they are gathered at all), gradients reduced when they are whole;
+    - in a lowered one: a send behind what it sends, one receive for each, before what reads it; if any parameters are
+      gathered, those of every stage wherever they are read; if any gradients are reduced, those of every stage, when
+      they are whole: once in all, or once for each micro-batch;
     - no deadlock when every action runs in order and a send does not return before its receive has been reached
       (unbuffered rendezvous). A schedule that is not lowered is lowered for this.
 
     Errors: `PlanError` with the rule, and the table with the bad cell in >< marks.
     """
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            Violation(f"check of {type(schedule).__name__}", "must be a Schedule", "see build and Schedule.from_csv")
+        )
+    _copies(schedule)
     for rank, row in enumerate(schedule.table):
         _complete(schedule, rank, row)
     plain = schedule.compute_only() if schedule.lowered else schedule
@@ -35,8 +41,10 @@ def check(schedule: Schedule) -> None:
     if stuck:
         _explain(plain, stuck)
     if schedule.lowered:
+        kinds = {action.kind for row in schedule.table for action in row}
         for rank, row in enumerate(schedule.table):
             _local_order(schedule, rank, row)
+            _parameters(schedule, rank, row, gathers="UNSHARD" in kinds, reduces="REDUCE_GRAD" in kinds)
         _rendezvous(schedule)
     else:
         meetings: list[list[int]] = [[] for _ in range(schedule.ranks)]
@@ -55,6 +63,17 @@ def _fail(schedule: Schedule, rank: int, cell: int, required: str, change: str) 
     raise PlanError(Violation(asked, required, f"{change}\n{format_table(schedule.table, (rank, cell))}"))
 
 
+def _copies(schedule: Schedule) -> None:
+    """The copies of the model are alike, and share the micro-batches evenly."""
+    copies, stages, count = schedule.copies, schedule.stages, schedule.microbatches
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1 or stages % copies or count % copies:
+        legal = [n for n in range(1, min(stages, count, 16) + 1) if stages % n == 0 and count % n == 0]
+        required = f"must be an integer that divides the {stages} stages and the {count} micro-batches"
+        raise PlanError(
+            Violation(f"copies={copies!r}", required, f"use {', '.join(map(str, legal))}: 1, or 2 for DualPipe")
+        )
+
+
 def _complete(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
     """Each (stage, micro-batch) of this rank has its F and its B, or F, I and W, once each and in this order."""
     count, rank_of, stages = schedule.microbatches, schedule.rank_of, schedule.stages
@@ -63,6 +82,9 @@ def _complete(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
     state: dict[int, int] = {}
     seen_by = [schedule.microbatches_of(s) for s in range(stages)]
     for cell, action in enumerate(row):
+        if len({(stage, mb) for stage, _, mb, _ in action.parts}) < len(action.parts):
+            required = "the parts of an overlapped action run at once, but this backward needs this forward"
+            _fail(schedule, rank, cell, required, "pair two different micro-batches, or write F and B one by one")
         for stage, kind, mb, _ in action.parts or (action,):
             if stage >= stages or rank_of[stage] != rank:
                 home = f"rank {rank_of[stage]}" if stage < stages else f"no rank: there are {stages} stages"
@@ -118,13 +140,8 @@ def _explain(schedule: Schedule, stuck: dict[int, int]) -> NoReturn:
 
 
 def _local_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    """What a rank can prove about its own list of a lowered schedule."""
+    """What a rank can prove about the messages in its own list of a lowered schedule."""
     seen: set[tuple[str, int, int | None]] = set()
-    gathers = any(a.kind == "UNSHARD" for a in row)
-    gathered: set[int] = set()
-    waiting: defaultdict[int, int] = defaultdict(int)
-    for s in schedule.stages_of(rank):
-        waiting[s] = len(schedule.microbatches_of(s))
     for cell, action in enumerate(row):
         for stage, kind, mb, _ in action.parts or (action,):
             if kind in COMMUNICATION:
@@ -137,23 +154,48 @@ def _local_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None
                 far = source is not None and schedule.rank_of[source] != rank
                 if far and ("RECV_" + letter, stage, mb) not in seen:
                     _fail(schedule, rank, cell, f"its input arrives by {stage}RECV_{letter}{mb}", "receive it before")
-                if gathers and stage not in gathered:
-                    _fail(schedule, rank, cell, f"the parameters of stage {stage} are not gathered here", "UNSHARD")
+            seen.add(("I" if kind == "B" else kind, stage, mb))
+    for stage in schedule.stages_of(rank):
+        _all_sent(schedule, rank, stage, seen)
+
+
+def _parameters(schedule: Schedule, rank: int, row: tuple[Action, ...], *, gathers: bool, reduces: bool) -> None:
+    """What a rank can prove about its gathers and reductions. `gathers`, `reduces`: whether any rank has some.
+
+    All ranks must treat their parameters alike: those that are gathered somewhere are shards everywhere.
+    """
+    gathered: set[int] = set()
+    whole: defaultdict[int, set[int | None]] = defaultdict(set)
+    """Stage -> the micro-batches whose W is done, and those that are reduced (None: all at once)."""
+    reduced: defaultdict[int, set[int | None]] = defaultdict(set)
+    for cell, action in enumerate(row):
+        for stage, kind, mb, _ in action.parts or (action,):
+            if kind in ("F", "I", "B") and gathers and stage not in gathered:
+                _fail(schedule, rank, cell, f"the parameters of stage {stage} are not gathered here", "UNSHARD")
+            if kind in ("W", "B"):
+                whole[stage].add(mb)
             elif kind in ("UNSHARD", "RESHARD"):
+                if mb is not None:
+                    _fail(schedule, rank, cell, "parameters belong to no micro-batch", f"write {stage}{kind}")
                 if (stage in gathered) == (kind == "UNSHARD"):
                     _fail(schedule, rank, cell, f"stage {stage} is so already", "UNSHARD and RESHARD take turns")
                 gathered ^= {stage}
-            elif kind == "REDUCE_GRAD" and (waiting[stage] if mb is None else ("B", stage, mb) not in seen):
-                _fail(schedule, rank, cell, "a gradient is reduced when it is whole", "move it behind the last W")
-            if kind in ("W", "B"):
-                waiting[stage] -= 1
-            seen.add(("B" if kind == "W" else kind, stage, mb))
-            if kind == "B":
-                seen.add(("I", stage, mb))
+            elif kind == "REDUCE_GRAD":
+                if len(whole[stage]) < len(schedule.microbatches_of(stage)) if mb is None else mb not in whole[stage]:
+                    _fail(schedule, rank, cell, "a gradient is reduced when it is whole", "move it behind the last W")
+                if mb in reduced[stage]:
+                    _fail(schedule, rank, cell, "a gradient is reduced once", "remove one of the two")
+                if reduced[stage] and None in (mb, *reduced[stage]):
+                    required = f"stage {stage} is reduced for all micro-batches at once or for each, not both"
+                    _fail(schedule, rank, cell, required, f"keep {stage}REDUCE_GRAD or those with numbers")
+                reduced[stage].add(mb)
     if gathered:
         _fail(schedule, rank, len(row), f"stages {sorted(gathered)} stay gathered", "RESHARD them")
-    for stage in schedule.stages_of(rank):
-        _all_sent(schedule, rank, stage, seen)
+    for stage in schedule.stages_of(rank) if reduces else ():
+        if None in reduced[stage] or (missing := sorted(set(schedule.microbatches_of(stage)) - reduced[stage])) == []:
+            continue
+        lost = f"{stage}REDUCE_GRAD" + (f"{missing[0]}" if reduced[stage] else "")
+        _fail(schedule, rank, len(row), f"every gradient is reduced if any is; missing: {lost}", f"add {lost}")
 
 
 def _communication(

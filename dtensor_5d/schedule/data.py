@@ -98,15 +98,18 @@ class Schedule:
         return text
 
     @classmethod
-    def from_csv(cls, source: str | Path, *, name: str = "csv", copies: int = 1) -> Schedule:
+    def from_csv(cls, source: str | Path, *, name: str = "csv", copies: int | None = None) -> Schedule:
         """A schedule from CSV text or a file of it, checked.
 
-        The map from stages to ranks is read off the table. Errors: `PlanError` for text that is no schedule, a file
-        that cannot be read, and all that `check` refuses.
+        The map from stages to ranks is read off the table, and so is the number of copies of the model unless it is
+        given: two, where the first half of the stages sees the first half of the micro-batches and the second half
+        the rest. Errors: `PlanError` for text that is no schedule, a file that cannot be read, and all that `check`
+        refuses.
         """
         from dtensor_5d.schedule.check import check
 
-        schedule = replace(from_table(_read(source), name), copies=copies)
+        schedule = from_table(_read(source), name)
+        schedule = replace(schedule, copies=_copies(schedule) if copies is None else copies)
         check(schedule)
         return schedule
 
@@ -114,7 +117,7 @@ class Schedule:
 def from_table(table: Table, name: str) -> Schedule:
     """A schedule whose ranks, stages and micro-batches are those that a table speaks of (not checked)."""
     home: dict[int, int] = {}
-    microbatches = 0
+    numbers: set[int] = set()
     for rank, row in enumerate(table):
         for cell, action in enumerate(row):
             for leaf in leaves(action):
@@ -127,20 +130,40 @@ def from_table(table: Table, name: str) -> Schedule:
                         )
                     )
                 if leaf.microbatch is not None:
-                    microbatches = max(microbatches, leaf.microbatch + 1)
-    stages = max(home, default=-1) + 1
-    if missing := sorted(set(range(stages)) - set(home)):
-        raise PlanError(
-            Violation(f"stages {missing} of {stages} on no rank", "stages are numbered from 0 without gaps", "add them")
-        )
-    if not stages or not microbatches:
+                    numbers.add(leaf.microbatch)
+    if not home or not numbers:
         raise PlanError(Violation("a table without actions", "a schedule has at least one F and one B", "add them"))
+    for what, seen, where in (("stage", home.keys(), "on no rank"), ("micro-batch", numbers, "nowhere")):
+        if (highest := max(seen)) >= len(seen):
+            # Never a list of all that is missing: the highest number may be a slip of the pen with nine digits.
+            gap = next(i for i in range(len(seen) + 1) if i not in seen)
+            asked = f"{what} {highest} is there and {what} {gap} {where}"
+            change = f"add {what} {gap}, or use the numbers 0 to {len(seen) - 1}"
+            raise PlanError(Violation(asked, f"{what} numbers go from 0 without gaps", change))
+    stages, microbatches = len(home), len(numbers)
     chunks = max(sum(r == rank for r in home.values()) for rank in range(len(table)))
     rank_of = tuple(home[s] for s in range(stages))
     return Schedule(name, len(table), chunks, microbatches, rank_of, tuple(tuple(row) for row in table))
 
 
+def _copies(schedule: Schedule) -> int:
+    """2 where a table is one of two copies of the model (no table of one copy can look so), otherwise 1."""
+    if schedule.stages % 2 or schedule.microbatches % 2:
+        return 1
+    two = replace(schedule, copies=2)
+    in_its_half = all(
+        leaf.microbatch is None or leaf.microbatch in two.microbatches_of(leaf.stage)
+        for row in schedule.table
+        for action in row
+        for leaf in leaves(action)
+    )
+    return 2 if in_its_half else 1
+
+
 def _read(source: str | Path) -> tuple[tuple[Action, ...], ...]:
+    if not isinstance(source, (str, Path)):
+        asked = f"a CSV given as {type(source).__name__}"
+        raise PlanError(Violation(asked, "must be text, or a path to a file", "decode bytes, read a stream"))
     # Text of a schedule always holds a comma or a line end, or is a single action; a path to a file is neither.
     if isinstance(source, Path) or (source.endswith(".csv") and "\n" not in source):
         try:

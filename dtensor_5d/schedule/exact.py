@@ -75,7 +75,7 @@ def _children(problem: Problem, node: _Node) -> Iterator[_Node]:
                 options.append(("F", 0.0, problem.forward[0]))
             elif node.made_f[rank - 1]:
                 options.append(("F", node.made_f[rank - 1][0] + problem.latency[rank - 1], problem.forward[rank]))
-        if i < f:
+        if i < f and held - release <= problem.limit + EPSILON:
             if rank == last:
                 options.append(("I", 0.0, problem.input[rank]))
             elif node.made_i[rank + 1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dtensor_5d.schedule.actions import Action
 from dtensor_5d.schedule.costs import Costs
 
-__all__ = ["Found", "Lanes", "Problem"]
+__all__ = ["Found", "Lanes", "Problem", "one_by_one"]
 
 EPSILON = 1e-9
 
@@ -19,8 +19,9 @@ Cell = tuple[str, int, int]
 class Problem:
     """What a search is given: where the stages live, what actions cost, and how much a rank may hold.
 
-    `limit` is in units of one micro-batch on one chunk; `release[stage]` the share of it that I lets go. Times are
-    scaled so that the mean action takes 1 unit, which makes one tolerance fit all.
+    `limit` is in units of one micro-batch on one chunk (`inf`: as much as there is); `release[stage]` the share of it
+    that I lets go, below 0 where I stores more than it frees. Times are scaled so that the mean action takes 1 unit,
+    which makes one tolerance fit all.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Problem:
         release: tuple[float, ...] | None = None,
     ) -> None:
         cost = costs.for_stages(len(rank_of))
-        self.rank_of, self.microbatches, self.costs, self.limit = rank_of, microbatches, costs, limit
+        self.rank_of, self.microbatches, self.costs = rank_of, microbatches, costs
         self.ranks, self.stages = max(rank_of) + 1, len(rank_of)
         self.release = cost.input_release if release is None else release
         self.unit = unit = sum(cost.forward + cost.backward_input + cost.backward_weight) / (3 * self.stages)
@@ -40,9 +41,26 @@ class Problem:
         self.input = [x / unit for x in cost.backward_input]
         self.weight = [x / unit for x in cost.backward_weight]
         self.held_by = [tuple(s for s in range(self.stages) if rank_of[s] == r) for r in range(self.ranks)]
+        self.reserve = [max(0.0, *(-self.release[s] for s in held)) for held in self.held_by]
+        """What a rank must have free before an I, beyond what its F hold: without it nothing could go on."""
+        # More than a rank could ever hold, and than any rule of ours asks for.
+        most = microbatches * max(len(held) * (1 + more) for held, more in zip(self.held_by, self.reserve))
+        self.limit = min(limit, max(most, 2.0 * self.ranks))
         crosses = [rank_of[s] != rank_of[s + 1] for s in range(self.stages - 1)]
         self.latency = [x / unit if far else 0.0 for x, far in zip(cost.comm, crosses)]
         """Of the edge between a stage and the next."""
+
+    @property
+    def least(self) -> float:
+        """The smallest limit that any schedule keeps: one micro-batch alone, each chunk's W right behind its I.
+
+        One micro-batch has all its F before its first I, and the last chunk of a rank has its I first.
+        """
+        peaks = [1.0]
+        for held in self.held_by:
+            for left, stage in enumerate(held, 1):
+                peaks += [left, left - self.release[stage]]
+        return max(peaks)
 
     @property
     def size(self) -> int:
@@ -89,6 +107,8 @@ class Lanes:
         self.pending: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]
         self.rows: list[list[Cell]] = [[] for _ in range(ranks)]
         self.most_idle = 0.0
+        self.over = False
+        """Whether some I found no room for what it stores."""
         # How much longer than the last time a rank may idle, when the most idle rank of the last time is the measure.
         self.slack = [max(allowed) - x for x in allowed] if allowed else [0.0] * ranks
 
@@ -129,6 +149,11 @@ class Lanes:
 
     def put_i(self, stage: int, start: float) -> None:
         rank, ends = self.problem.rank_of[stage], self.ends_i[stage]
+        if self.problem.release[stage] < 0:
+            more = -self.problem.release[stage] - EPSILON
+            while self.held[rank] + more > self.problem.limit and self.pending[rank]:
+                self.put_w(rank)
+            self.over = self.over or self.held[rank] + more > self.problem.limit
         if start > self.clock[rank]:
             self._begin(rank, start)
         k = len(ends)
@@ -159,8 +184,14 @@ class Lanes:
             self.put_w(rank)
 
     def fits(self, rank: int) -> bool:
-        """Whether a rank may hold one more activation."""
-        return self.held[rank] + 1.0 <= self.problem.limit + EPSILON
+        """Whether a rank may hold one more activation, and still do an I when every W is done."""
+        problem = self.problem
+        if self.held[rank] + 1.0 > problem.limit + EPSILON:
+            return False
+        if not problem.reserve[rank]:
+            return True
+        forwards = sum(len(self.ends_f[s]) - len(self.ends_i[s]) for s in problem.held_by[rank])
+        return forwards + 1 + problem.reserve[rank] <= problem.limit + EPSILON
 
     def make_room(self, rank: int) -> bool:
         """Do as many W as it takes to hold one more activation; False if all do not suffice."""
@@ -169,8 +200,8 @@ class Lanes:
         return self.fits(rank)
 
     def finish(self) -> Found | None:
-        """What has come of it; None if something is left undone."""
-        if any(len(ends) < self.problem.microbatches for ends in self.ends_i):
+        """What has come of it; None if something is left undone, or a rank held too much."""
+        if self.over or any(len(ends) < self.problem.microbatches for ends in self.ends_i):
             return None
         for rank, pending in enumerate(self.pending):
             while pending:
@@ -183,3 +214,19 @@ class Lanes:
         self.wait(rank, start)
         if self.first[rank] is None:
             self.first[rank] = self.clock[rank]
+
+
+def one_by_one(problem: Problem) -> Found | None:
+    """One micro-batch after the other on every rank, W right behind I: what keeps every limit that can be kept."""
+    lanes = Lanes(problem)
+    for _ in range(problem.microbatches):
+        for stage in range(problem.stages):
+            arrival = lanes.arrival_f(stage)
+            assert arrival is not None
+            lanes.put_f(stage, arrival)
+        for stage in reversed(range(problem.stages)):
+            arrival = lanes.arrival_i(stage)
+            assert arrival is not None
+            lanes.put_i(stage, arrival)
+            lanes.put_w(problem.rank_of[stage])
+    return lanes.finish()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.schedule.actions import Action, leaves
-from dtensor_5d.schedule.costs import Costs, StageCosts
+from dtensor_5d.schedule.costs import Costs, StageCosts, costs_violation
 from dtensor_5d.schedule.data import Schedule
 from dtensor_5d.schedule.simulate import run
 
@@ -47,6 +47,8 @@ def lower(
         )
         if value not in choices
     ]
+    if costs is not None and (problem := costs_violation(costs)):
+        bad.append(problem)
     if bad:
         raise PlanError(bad)
     plain = schedule.compute_only() if schedule.lowered else schedule

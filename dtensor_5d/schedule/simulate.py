@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from dtensor_5d.errors import PlanError
 from dtensor_5d.schedule.actions import Action, leaves
-from dtensor_5d.schedule.costs import Costs, StageCosts
+from dtensor_5d.schedule.costs import Costs, StageCosts, costs_violation
 from dtensor_5d.schedule.data import Schedule
 
 __all__ = ["TimedAction", "Timeline", "simulate"]
@@ -129,6 +130,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     schedule take no time of their own. Errors: `PlanError` for costs that list another number of stages, and for a
     table that cannot run (the message of `check`).
     """
+    if problem := costs_violation(costs):
+        raise PlanError(problem)
     cost = costs.for_stages(schedule.stages)
     plain = schedule.compute_only() if schedule.lowered else schedule
     starts, ends, stuck = run(plain, cost)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from dtensor_5d.schedule.actions import Action
-from dtensor_5d.schedule.lanes import EPSILON, Problem
+from dtensor_5d.schedule.lanes import EPSILON, Problem, one_by_one
 from dtensor_5d.schedule.listing import Policy, list_schedule
 from dtensor_5d.schedule.periodic import blocks, follow, wave
 from dtensor_5d.schedule.rounds import v_rounds
@@ -46,8 +46,8 @@ def v_min_limit(ranks: int) -> int:
     return 2 * ((ranks + 4) // 3)
 
 
-def v_schedule(problem: Problem) -> list[list[Action]] | None:
-    """The V with the shortest span that the search comes upon; None if none keeps within `problem.limit`."""
+def v_schedule(problem: Problem) -> list[list[Action]]:
+    """The V with the shortest span that the search comes upon; `problem.limit` is at least `problem.least`."""
     search = Search(problem, max(BUDGET[0], BUDGET[1] * problem.size))
     for fill in _FILLS:
         search.attempt(partial(v_rounds, problem, fill))
@@ -71,7 +71,10 @@ def v_schedule(problem: Problem) -> list[list[Action]] | None:
             for caps in _caps(problem):
                 for kind in kinds:
                     search.attempt(partial(list_schedule, kind, caps, policy))
-    return search.best.table() if search.best else None
+    if search.best is None:
+        search.offer(one_by_one(problem))
+    assert search.best is not None
+    return search.best.table()
 
 
 def _caps(problem: Problem) -> Iterator[tuple[int, ...]]:

@@ -61,6 +61,18 @@ def test_help_says_what_it_does_with_an_example(capsys, argv):
         ["memory", "llama-3.1-8b", "--option", "foo"],
         ["memory", "llama-3.1-8b", "--dp-shard", "-1"],
         ["memory", "llama-3.1-8b", "--world", "6", "--tp", "4"],
+        ["memory", "llama-3.1-8b", "--world", "0"],
+        ["memory", "llama-3.1-8b", "--cp", "8192"],
+        ["memory", "llama-3.1-8b", "--option", "zero=1", "--zero", "2"],
+        ["memory", "llama-3.1-8b", "--option", "zero=1", "--option", "zero=2"],
+        ["memory", "llama-3.1-8b", "--chunks", "3"],
+        ["memory", "llama-3.1-8b", "--schedule", "zbv"],
+        ["memory", "llama-3.1-8b", "--option", "regather=window"],
+        ["schedule", "zbv", "-p", "4", "-m", "8", "--memory-limit", "0"],
+        ["schedule", "zbv", "-p", "4", "-m", "8", "--memory-limit", "nan"],
+        ["schedule", "zbv", "-p", "4", "-m", "8", "--memory-limit", "much"],
+        ["schedule", "1f1b", "-p", "4", "-m", "8", "--forward", "1e400"],
+        ["schedule", "1f1b", "-p", "4", "-m", "8", "--forward", "1e308"],
         ["memory", "llama-3.1-8b", "--pp", "64", "--microbatches", "64"],
         ["memory", "llama-3.1-8b", "--device-memory", "much"],
         ["memory", "llama-3.1-8b", "--global-batch", "7", "--dp-shard", "4"],
@@ -81,6 +93,30 @@ def test_errors_are_data_as_well_when_data_was_asked_for(capsys):
     code, out, err = answer(capsys, "memory", "llama-3.1-8b", "--tp", "3", "--micro-batch", "0", "--json")
     assert code == 2 and err.startswith("dtensor-5d: error:")
     assert [v["asked"] for v in json.loads(out)["violations"]] == ["micro_batch=0", "tp=3 with 32 query heads"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--js"])
+def test_so_are_errors_of_the_command_line_itself(capsys, flag):
+    code, out, err = answer(capsys, "schedule", "1f1b", "-p", "four", flag)
+    assert code == 2 and "usage:" in err and json.loads(out) == {
+        "error": "argument -p/--ranks: invalid int value: 'four'", "violations": [],
+    }  # fmt: skip
+
+
+def test_minus_one_without_a_world_names_the_flag(capsys):
+    _, _, err = answer(capsys, "memory", "llama-3.1-8b", "--dp-shard", "-1")
+    assert "--dp-shard -1: needs the number of ranks" in err and "add --world N" in err
+
+
+def test_the_flag_that_an_error_names_is_in_the_help(capsys):
+    for command in ("schedule", "memory"):
+        assert "--traceback" in answer(capsys, command, "--help")[1]
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "dtensor_5d.cli", *CHART]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("1f1b: 2 ranks")
 
 
 def test_a_fault_of_the_program_is_code_3_and_no_traceback_unless_asked(capsys, monkeypatch):

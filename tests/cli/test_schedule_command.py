@@ -20,10 +20,12 @@ def test_one_schedule_is_a_chart_and_a_table_of_ranks(capsys):
     code, out = run(capsys, "schedule", "1f1b", "-p", "2", "-m", "2", "--width", "44", "--table")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("1f1b: 2 ranks, 2 micro-batches, 1 chunk a rank | makespan 9 | bubble 33.3 %")
-    assert lines[1] == "rank 0  F0ffF1ff........B0bbbbbb....B1bbbbbb"
-    assert lines[6].split() == ["rank", "0", "0", "6", "3", "33.3", "%", "2", "0"]
-    assert lines[9] == "rank 0  0F0 0F1 0B0 0B1"
+    caption = " ".join(line.strip() for line in lines[:3])
+    assert caption.startswith("1f1b: 2 ranks, 2 micro-batches, 1 chunk a rank | makespan 9 | bubble 33.3 %")
+    assert lines[3] == "rank 0  F0ffF1ff........B0bbbbbb....B1bbbbbb"
+    assert lines[8].split() == ["rank", "0", "0", "6", "3", "33.3", "%"]
+    assert lines[12].split() == ["rank", "0", "2", "0"]
+    assert lines[15] == "rank 0  0F0 0F1 0B0 0B1"
     assert lines[-1] == " F  forward    B  backward    .  idle"
 
 
@@ -102,3 +104,89 @@ def test_a_csv_that_cannot_run_shows_the_bad_cell(capsys, tmp_path):
     assert main(["schedule", str(path)]) == 2
     err = capsys.readouterr().err
     assert ">1B0<" in err and "Traceback" not in err
+
+
+def refusal(capsys, *argv):
+    assert main(["schedule", *argv]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "needed"),
+    [
+        ("v-half -p 4 -m 8 --memory-limit 2", "3"),
+        ("zbv -p 4 -m 8 --memory-limit 0.5", "1"),
+        ("zbv -p 5 -m 1 --memory-limit 0.9", "1"),
+        ("zb-auto -p 3 -m 4 --memory-limit 0.25", "1"),
+        ("1f1b -p 4 -m 8 --memory-limit 1", "4"),
+        ("interleaved -v 3 -p 4 -m 8 --memory-limit 3.5", "5"),
+        ("dualpipe -p 4 -m 8 --memory-limit 4.5", "5"),
+        ("dualpipev -p 4 -m 8 --memory-limit 4", "4.5"),
+    ],
+)
+def test_memory_is_counted_in_one_unit_and_the_value_named_is_enough(capsys, argv, needed):
+    words = argv.split()
+    err = refusal(capsys, *words)
+    assert f"--memory-limit {words[-1]} with {words[0]}: it needs at least {needed} micro-batches on all layers" in err
+    assert f"raise --memory-limit to {needed}" in err
+    code, out = run(capsys, "schedule", *words[:-1], needed, "--json")
+    assert code == 0 and max(json.loads(out)["schedules"][0]["peak_activations"]) <= float(needed)
+
+
+def test_no_limit_at_all(capsys):
+    for name in ("zb-auto", "zbv", "interleaved"):
+        assert main(["schedule", name, "-p", "2", "-m", "4", "--memory-limit", "inf", "--json"]) == 0
+
+
+def test_dualpipe_comes_back_from_its_csv(capsys, tmp_path):
+    path = tmp_path / "d.csv"
+    flags = ("--overlapped", "2.4", "--json")
+    _, first = run(capsys, "schedule", "dualpipe", "-p", "4", "-m", "8", "--csv", str(path), *flags)
+    code, again = run(capsys, "schedule", str(path), *flags)
+    first, again = json.loads(first)["schedules"][0], json.loads(again)["schedules"][0]
+    assert code == 0 and again == {**first, "name": "d"}
+
+
+def test_flags_that_a_file_contradicts_are_refused_and_others_welcome(capsys, tmp_path):
+    path = str(tmp_path / "run.csv")
+    build("interleaved", ranks=2, microbatches=4, chunks=3).to_csv(path)
+    assert main(["schedule", path, "-p", "2", "-m", "4", "-v", "3", "--memory-limit", "3"]) == 0
+    err = refusal(capsys, path, "-p", "4", "-m", "5", "-v", "2")
+    assert "--ranks 4" in err and "the file has 2;" in err and "--microbatches 5" in err and "--chunks 2" in err
+    assert "--memory-limit 1 with" in (err := refusal(capsys, path, "--memory-limit", "1")) and "run.csv" in err
+    assert main(["schedule", path, "interleaved", "-p", "2", "-m", "4", "-v", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("zbv 1f1b -v 3", "--chunks 3: only interleaved has"),
+        ("1f1b --overlapped 2", "--overlapped: only dualpipe"),
+        ("1f1b --lower visit", "--lower visit: changes what --table prints"),
+        ("1f1b --svg -", "--svg -: must be a file"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(capsys, flags, reason):
+    assert reason in refusal(capsys, *flags.split(), "-p", "2", "-m", "4")
+
+
+def test_each_file_is_for_one_thing(capsys, tmp_path):
+    path, other = tmp_path / "x.csv", tmp_path / "y"
+    flags = ("-p", "2", "-m", "4")
+    err = refusal(capsys, "1f1b", *flags, "--svg", str(path), "--trace", str(tmp_path / "." / "x.csv"))
+    assert "for --svg and --trace: each needs a file of its own" in err and not path.exists()
+    build("1f1b", ranks=2, microbatches=4).to_csv(path)
+    before = path.read_text()
+    assert "x.csv and --svg" in refusal(capsys, str(path), "--svg", str(path)) and path.read_text() == before
+    assert main(["schedule", "1f1b", *flags, "--svg", str(other), "--csv", str(path)]) == 0
+
+
+@pytest.mark.parametrize("width", [40, 60, 90])
+def test_nothing_is_wider_than_asked(capsys, width):
+    names = ("interleaved", "dualpipe", "dualpipev", "zbv")
+    for argv in (("all", "-p", "3", "-m", "8"), (*names, "-p", "4", "-m", "8"), ("dualpipe", "-p", "4", "-m", "8")):
+        _, out = run(capsys, "schedule", *argv, "--table", "--lower", "visit", "--width", str(width))
+        assert max(map(len, out.splitlines())) <= width
+    flags = ("--pp", "4", "--microbatches", "8", "--precision", "bf16", "--phases", "--width", str(width))
+    _, out = run(capsys, "memory", "deepseek-v3", *flags)
+    assert max(map(len, out.splitlines())) <= width

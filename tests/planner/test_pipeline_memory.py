@@ -10,7 +10,7 @@ from dtensor_5d.families.shape import ModelShape
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan
 from dtensor_5d.planner import memory
-from dtensor_5d.planner.stages import in_flight
+from dtensor_5d.planner.moments import in_flight
 from dtensor_5d.schedule import Costs, build, simulate
 
 GIB = 2**30

@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dtensor_5d.report.text as text
-from dtensor_5d.report.text import Part, Span, bar, flowed, human_bytes, number, plain, styled, table
+from dtensor_5d import PlanError
+from dtensor_5d.report.gantt import gantt
+from dtensor_5d.report.svg import schedule_svg
+from dtensor_5d.report.text import Part, Span, bar, flowed, human_bytes, number, plain, styled, table, wrapped
+from dtensor_5d.schedule import Costs, build, simulate
 
 
 def test_examples_of_the_docstrings():
@@ -61,3 +65,31 @@ def test_bytes(count, shown):
 def test_items_flow_into_lines_and_none_is_broken():
     assert plain(flowed([styled("aaaa "), styled("bbbb "), styled("cccc ")], 10)) == "aaaa bbbb\ncccc"
     assert plain(flowed([styled("a" * 12), styled("b")], 10)) == "aaaaaaaaaaaa\nb"
+
+
+def test_a_long_line_goes_on_in_the_next_without_losing_a_style():
+    line = (Span("name: ", "head"), Span("one two three\nfour five six seven", "dim"))
+    lines = wrapped(line, 12)
+    assert plain(lines).splitlines() == ["name: one", "  two three", "four five", "  six seven"]
+    assert {s.style for piece in lines for s in piece if s.text.strip()} == {"head", "dim"}
+    assert wrapped(line[:1], 6) == [line[:1]]
+    assert plain(wrapped(styled("a " + "b" * 20 + " c"), 10)).splitlines() == ["a", "  " + "b" * 20, "  c"]
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=8), min_size=1), st.integers(10, 30))
+def test_wrapping_keeps_every_word_and_the_width(words, width):
+    lines = plain(wrapped(styled(" ".join(words)), width)).splitlines()
+    assert " ".join(lines).split() == words and max(map(len, lines)) <= width
+
+
+def test_a_table_too_wide_comes_in_blocks_with_the_first_column():
+    lines = plain(table(["x", "aaaa", "bbbb", "cccc"], [["r", "1", "2", "3"]], width=13)).splitlines()
+    assert lines == ["x  aaaa  bbbb", "r     1     2", "", "x  cccc", "r     3"]
+
+
+@pytest.mark.parametrize("width", [0, -5, 10, 2.5, True, None])
+def test_nothing_is_drawn_where_there_is_no_room(width):
+    made = simulate(build("1f1b", ranks=2, microbatches=2), Costs(1, 1, 1))
+    for draw in (lambda: gantt(made, width=width), lambda: schedule_svg([made], width=width)):
+        with pytest.raises(PlanError, match=r"width=.* must be an integer, at least"):
+            draw()

@@ -37,7 +37,7 @@ def shortest_span(ranks, microbatches, forward, backward_input, weight, comm, li
                     options.append(("F", 0.0))
                 elif done_f[r - 1]:
                     options.append(("F", done_f[r - 1][0] + comm))
-            if i < f:
+            if i < f and held - release <= limit + 1e-9:
                 if r == ranks - 1:
                     options.append(("I", 0.0))
                 elif done_i[r + 1]:

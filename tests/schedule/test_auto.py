@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_5d.schedule import Costs, build, check, simulate
+from dtensor_5d.schedule.build import MemoryLimitError
 
 from .oracle import shortest_span
 
@@ -43,6 +44,52 @@ def test_equals_the_optimum(case):
     found = max(timeline.spans)
     # The oracle need not look at what is not better: if nothing is, it returns `found`.
     assert shortest_span(p, m, f, i, w, c, limit, known=found) == found
+
+
+# (p, m, F, I, W, latency, memory limit, share of an activation that I lets go).
+I_STORES_MORE = [
+    (2, 4, 1, 1, 1, 0, 1.5, -0.5),
+    (2, 4, 3, 6, 3, 0, 2, -0.25),
+    (2, 5, 3, 4, 2, 1, 2.25, -0.25),
+    (3, 3, 5, 6, 4, 0, 2.6, -0.6),
+    (3, 4, 2, 8, 4, 1, 3, -1.5),
+]
+
+
+@pytest.mark.parametrize("case", I_STORES_MORE, ids=str)
+def test_equals_the_optimum_where_i_stores_more_than_it_frees(case):
+    p, m, f, i, w, c, limit, release = case
+    costs = Costs(f, i, w, c, input_release=release)
+    timeline = simulate(build("zb-auto", ranks=p, microbatches=m, costs=costs, memory_limit=limit), costs)
+    assert max(timeline.peak_activations) <= limit
+    found = max(timeline.spans)
+    assert shortest_span(p, m, f, i, w, c, limit, release=release, known=found) == found
+
+
+def test_the_optimum_of_uneven_stages_where_i_stores_more():
+    """Found by brute force by the tester of issue 3; once refused."""
+    costs = Costs(3, 6, [3, 2], 0, input_release=-0.25)
+    timeline = simulate(build("zb-auto", ranks=2, microbatches=2, costs=costs, memory_limit=2), costs)
+    assert max(timeline.spans) == 42 and max(timeline.peak_activations) <= 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["zb-auto", "zbv"]), st.integers(1, 3), st.integers(1, 5), st.data(), st.sampled_from([0, 0.7, 2.2])
+)
+def test_every_limit_that_one_microbatch_alone_keeps_is_kept(name, p, m, data, more):
+    stages = p * (2 if name == "zbv" else 1)
+    shares = st.lists(st.sampled_from([-1.5, -0.25, 0, 0.5, 1]), min_size=stages, max_size=stages)
+    costs = Costs(3, 4, 2, 0.5, input_release=data.draw(shares))
+    with pytest.raises(MemoryLimitError) as error:
+        build(name, ranks=p, microbatches=m, costs=costs, memory_limit=0.5)
+    limit = error.value.needed + more
+    schedule = build(name, ranks=p, microbatches=m, costs=costs, memory_limit=limit)
+    check(schedule)
+    assert max(simulate(schedule, costs).peak_activations) <= limit + 1e-9
+    # Nothing less will do: a single micro-batch needs as much.
+    alone = build(name, ranks=p, microbatches=1, costs=costs, memory_limit=error.value.needed)
+    assert max(simulate(alone, costs).peak_activations) == pytest.approx(error.value.needed)
 
 
 def test_the_oracle_finds_the_published_optimum_by_itself():
