@@ -172,10 +172,10 @@ class _Pair(nn.Module):
 
 
 def _nested(rank, shape):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     pair = _Pair(*shape)
-    parallelize_module(pair, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    fully_shard(pair, mesh=mesh["dp"])
+    parallelize_module(pair, mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    fully_shard(pair, mesh=mesh["data"])
     return {n: whole(p) for n, p in pair.named_parameters()}
 
 

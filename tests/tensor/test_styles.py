@@ -31,6 +31,10 @@ from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import rows
 
 
+# DTensor remembers meshes and hands out an old, equal one. Workers have run other tests with meshes of this package,
+# whose groups are gone by now; other names of dims make these ones different.
+
+
 def _plan(block):
     attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
     plan = {attention: BlockInput(), mlp: BlockInput()} if block else {}
@@ -45,13 +49,13 @@ def _plan(block):
 
 
 def _alone(rank, block, tied):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = tiny_model("qwen3", num_hidden_layers=2, vocab_size=125, tie_word_embeddings=tied)
-    parallelize_module(model, mesh["tp"], _plan(block))
+    parallelize_module(model, mesh["model"], _plan(block))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    batch = rows(mesh["dp"].get_local_rank(), 2, 8, 125, supervised=1.0)
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    batch = rows(mesh["data"].get_local_rank(), 2, 8, 125, supervised=1.0)
     for _ in range(2):
         model(**batch, use_cache=False).loss.backward()
     return {n: whole(p.grad) for n, p in model.named_parameters()}
@@ -83,7 +87,7 @@ class _Mlp(nn.Module):
 
 
 def _packed(rank, frozen):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     mlp = _Mlp()
     if frozen:
         mlp.gate_up.requires_grad_(False)
@@ -114,7 +118,7 @@ def test_t6_t7_t14_packed_weights_and_biases_added_once(frozen):
 
 
 def _bias_only(rank):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("model",))
     linear = nn.Linear(4, 1)
     with torch.no_grad():
         linear.weight.zero_()
@@ -128,7 +132,7 @@ def test_t7_a_bias_of_100_on_4_ranks_is_100():
 
 
 def _rank_dependent(rank):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     norm = nn.LayerNorm(2, bias=False)
     parallelize_module(norm, mesh, SequenceParallel())
     (norm(torch.tensor([[1.0, -1.0]]) * (rank + 1)) * (rank + 1)).sum(0)[0].backward()
@@ -142,7 +146,7 @@ def test_t3_whole_weights_on_different_tokens_sum_their_gradients():
 
 
 def _tables(rank, vocab, n):
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("model",))
     table = nn.Embedding(vocab, 3, padding_idx=1)
     table.weight.data = torch.arange(3.0 * vocab).view(vocab, 3)
     parallelize_module(table, mesh, VocabularyEmbedding())
@@ -192,7 +196,7 @@ def test_the_head_alone_gathers():
 
 
 def _head(rank):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     model = tiny_model("llama", num_hidden_layers=1)
     parallelize_module(model, mesh, {"lm_head": HeadParallel()})
     assert isinstance(model.lm_head.weight, DTensor)
