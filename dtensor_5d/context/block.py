@@ -221,7 +221,7 @@ def _cpu_backward(
                           lse[:, :, rows], 0.0, inner.is_causal, attn_mask=mask, scale=scale))
         for rows, keys, inner, mask in _cpu_strips(q, k, band)
     ]  # fmt: skip
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0][1] == slice(0, k.size(2)):
         dq, dk, dv = parts[0][2]
         return dq, dk, dv
     exact = _exact(q)

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
+from itertools import pairwise
 
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.order import Order
@@ -66,7 +67,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Band:
-    """The keys that the queries of a tile see: key j is seen by query i if i + low <= j <= i + high (None: no bound)."""
+    """The keys that a tile's queries see: query i sees key j if i + low <= j <= i + high (None: no bound)."""
 
     low: int | None = None
     high: int | None = None
@@ -153,7 +154,7 @@ def held(order: Order, ranks: Sequence[int]) -> tuple[range, ...]:
     if len(ranks) == order.ranks:
         return (range(order.length),)
     pieces = sorted((p for r in ranks for p in order.pieces[r]), key=lambda p: p.start)
-    if any(a[-1] > b[0] for a, b in zip(pieces, pieces[1:])):
+    if any(a[-1] > b[0] for a, b in pairwise(pieces)):
         stripes = _interleaved(pieces)
         return (stripes,) if stripes is not None else tuple(_joined(range(p, p + 1) for p in merge(*pieces)))
     return tuple(_joined(pieces))

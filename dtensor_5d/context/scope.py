@@ -60,7 +60,7 @@ class Scope:
 
     group: dist.ProcessGroup | None
     orders: tuple[Order, ...]
-    mask: Mask = Mask()
+    mask: Mask = field(default_factory=Mask)
     strategy: str = "ring"
     ulysses: int | None = None
     back_end: str | None = None
@@ -213,7 +213,8 @@ def _require_fit(q: Tensor, k: Tensor, v: Tensor, scope: Scope, sinks: Tensor | 
         raise PlanError(Violation(shapes, "must be [B, heads, tokens, head size]", "add or merge dims"))
     if k.shape[:3] != v.shape[:3] or q.size(-1) != k.size(-1) or q.size(0) != k.size(0) or q.size(2) != k.size(2):
         asked = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        bad.append(Violation(asked, "must agree in rows and tokens, q and k in head size, k and v in heads", "fix them"))
+        bad.append(Violation(asked, "must agree in rows and tokens, q and k in head size, k and v in heads",
+                             "fix them"))  # fmt: skip
     if not k.size(1) or q.size(1) % k.size(1):
         bad.append(
             Violation(f"{q.size(1)} query heads with {k.size(1)} kv heads", "query heads are a multiple of kv heads",

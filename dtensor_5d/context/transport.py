@@ -89,16 +89,16 @@ class Ring(Transport):
         here = _packed(k, v) if travels else None
         spare = torch.empty_like(here) if here is not None else None
         key, value = k, v
-        for step in range(plan.size):
-            owner, coming = plan.owner(step), plan.owner(step + 1)
+        for step in range(plan.steps):
             ops = []
-            if here is not None and spare is not None and step + 1 < plan.size:
-                if plan.last[owner] > step:
-                    ops.append(self._op(dist.isend, here, plan.me + 1))
-                if plan.last[coming] > step:
-                    ops.append(self._op(dist.irecv, spare, plan.me - 1))
+            if here is not None and spare is not None and step + 1 < plan.steps:
+                hop = plan.hop(step)
+                if plan.last[plan.owner(step)] > step:
+                    ops.append(self._op(dist.isend, here, plan.me + hop))
+                if plan.last[plan.owner(step + 1)] > step:
+                    ops.append(self._op(dist.irecv, spare, plan.me - hop))
             works = dist.batch_isend_irecv(ops) if ops else []
-            yield owner, key, value
+            yield plan.owner(step), key, value
             for work in works:
                 work.wait()
             here, spare = spare, here
@@ -127,7 +127,6 @@ class _RingGradients(Gradients):
     def put(self, owner: int, parts: Sequence[Part]) -> None:
         """One step: add to the gradient that came with the block, send it on, and let the next one in."""
         plan, step = self._plan, self._step
-        coming = plan.owner(step + 1)
         self._wait()
         ops = []
         going: Tensor | None = None
@@ -137,14 +136,17 @@ class _RingGradients(Gradients):
             going = self._here if step > plan.first[owner] else self._free().zero_()
             assert going is not None
             _add(going, self._k, self._v, parts)
-            ops.append(self._ring._op(dist.isend, going, plan.me + 1 if step < plan.last[owner] else owner))
+            onward = plan.me + plan.hop(step) if step < plan.last[owner] else owner
+            ops.append(self._ring._op(dist.isend, going, onward))
         arriving: Tensor | None = None
-        if 0 < plan.first[coming] <= step < plan.last[coming]:
-            arriving = self._free()
-            ops.append(self._ring._op(dist.irecv, arriving, plan.me - 1))
+        if step + 1 < plan.steps:
+            coming = plan.owner(step + 1)
+            if 0 < plan.first[coming] <= step < plan.last[coming]:
+                arriving = self._free()
+                ops.append(self._ring._op(dist.irecv, arriving, plan.me - plan.hop(step)))
         if 0 < plan.last[plan.me] == step:
             self._home = self._new()
-            ops.append(self._ring._op(dist.irecv, self._home, plan.me + step))
+            ops.append(self._ring._op(dist.irecv, self._home, plan.me + plan.offsets[step]))
         self._works = dist.batch_isend_irecv(ops) if ops else []
         self._here, self._away = arriving, going
         self._step += 1
@@ -182,8 +184,7 @@ class AllGather(Transport):
         yield plan.me, k, v
         work.wait()
         blocks = every.view(plan.size, -1)
-        for step in range(1, plan.size):
-            owner = plan.owner(step)
+        for owner in map(plan.owner, range(1, plan.steps)):
             yield owner, *_unpacked(blocks[owner], k, v)
 
     def gradients(self, k: Tensor, v: Tensor, plan: TilePlan) -> Gradients:

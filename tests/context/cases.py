@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from dtensor_5d.context import Mask, Scope, attend_keeping
+from dtensor_5d.context import Mask, Scope, attend
 from dtensor_5d.context.reference import attention, visible
 from dtensor_5d.order import PADDING, documents_from_ids, length_multiple, make_order
 from tests.harness import assert_same_gradients
 
 DEFAULTS = {
     "kind": "zigzag", "strategy": "ring", "mask": {}, "rows": "whole", "heads": (4, 2), "sizes": (8, 8), "batch": 1,
-    "tokens": 37, "softcap": None, "sinks": False, "back_end": None, "dtype": torch.float64, "scale": 0.3, "tol": 1e-12,
+    "tokens": 37, "softcap": None, "sinks": False, "back_end": None, "dtype": "float64", "scale": 0.3, "tol": 1e-12,
     "ulysses": None, "seed": 0,
 }  # fmt: skip
 
@@ -48,7 +48,7 @@ def inputs(case, length):
     shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)]
     drawn = [torch.randn(case["batch"], h, length, d, generator=gen, dtype=torch.float64) for h, d in shapes]
     drawn.append(torch.randn(heads, generator=gen, dtype=torch.float64))
-    return [x.to(case["dtype"]) for x in drawn]
+    return [x.to(getattr(torch, case["dtype"])) for x in drawn]
 
 
 def expected(case, ids, mask, dtype=torch.float64):
@@ -74,7 +74,7 @@ def cut(x, orders, rank):
     return torch.stack([x[b][:, list(order.positions(rank))] for b, order in enumerate(rows)])
 
 
-def found_on_ranks(group, case, ids, orders, mask, kept_pass=False):
+def found_on_ranks(group, case, ids, orders, mask):
     """This rank's output and gradients, as the cuts that they are."""
     q, k, v, grad, sinks = inputs(case, len(ids[0]))
     rank = group.rank()
@@ -82,23 +82,31 @@ def found_on_ranks(group, case, ids, orders, mask, kept_pass=False):
     scope = Scope(group, orders, mask, case["strategy"], case["ulysses"], case["back_end"])
     options = {"scope": scope, "scale": case["scale"], "softcap": case["softcap"]}
     options["sinks"] = leaves[3] if case["sinks"] else None
-    out, kept = attend_keeping(*leaves[:3], **options)
-    if kept_pass:
-        out, _ = attend_keeping(*leaves[:3], **options, kept=kept)
+    out = attend(*leaves[:3], **options)
     names = ["dq", "dk", "dv"] + ["dsinks"] * case["sinks"]
     got = torch.autograd.grad(out, leaves[: len(names)], cut(grad, orders, rank))
     return {"out": out.detach(), **dict(zip(names, got))}
 
 
-def check(rank, n, cases):
-    """Every case on n ranks: output, dq, dk, dv and the gradient of sinks."""
+WRONG = {
+    "scale": {"scale": 0.31}, "softcap": {"softcap": 50.0}, "sinks": {"sinks": True}, "mask": {"mask": {"window": 30}},
+}  # fmt: skip
+
+
+def check(rank, n, cases, wrong=None):
+    """Every case on n ranks: output, dq, dk, dv and the gradient of sinks. `wrong` makes the ranks compute another."""
     for changes in cases:
         case = {**DEFAULTS, **changes}
         mask = Mask(**case["mask"])
         ids = document_ids(case["rows"], case["tokens"], case["batch"], length_multiple(case["kind"], n))
         orders = orders_of(case, ids, n)
         want = expected(case, ids, mask)
+        if wrong is not None:
+            case = {**case, **WRONG[wrong]}
+            mask = Mask(**case["mask"])
         got = found_on_ranks(dist.group.WORLD, case, ids, orders, mask)
+        if wrong is not None:
+            got.pop("dsinks", None)
         if "dsinks" in got:
             dist.all_reduce(got["dsinks"])
         want = {name: x if name == "dsinks" else cut(x, orders, rank) for name, x in want.items()}
