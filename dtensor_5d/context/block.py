@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtensor_5d.context.mask import Band
+from dtensor_5d.context.sums import exact_dtype
 from dtensor_5d.errors import PlanError, Violation
 
 __all__ = ["BACK_ENDS", "Block", "block_for"]
@@ -100,14 +101,14 @@ class Block:
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
     def _one_size(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """All with the same head size: zeros change neither scores nor outputs."""
+        """All with the same head size, each head in one piece: zeros change neither scores nor outputs."""
         size = max(t.size(-1) for t in tensors)
         if self.back_end == "cuda_flash":
             size = -(-size // 8) * 8
-        return tuple(t if t.size(-1) == size else F.pad(t, (0, size - t.size(-1))) for t in tensors)
+        return tuple(_in_rows(t) if t.size(-1) == size else F.pad(t, (0, size - t.size(-1))) for t in tensors)
 
     def _plain_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        exact = _exact(q)
+        exact = exact_dtype(q)
         out = q.new_empty(*q.shape[:3], v.size(-1), dtype=exact)
         lse = q.new_empty(q.shape[:3], dtype=exact)
         for rows, keys, inner in _strips(q, k, band, max(1, _SCORES // max(1, q.size(0) * q.size(1) * k.size(2)))):
@@ -120,7 +121,7 @@ class Block:
     def _plain_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
     ) -> tuple[Tensor, Tensor, Tensor]:
-        exact = _exact(q)
+        exact = exact_dtype(q)
         dq = q.new_empty(q.shape, dtype=exact)
         dk, dv = k.new_zeros(k.shape, dtype=exact), v.new_zeros(v.shape, dtype=exact)
         for rows, keys, inner in _strips(q, k, band, max(1, _SCORES // max(1, q.size(0) * q.size(1) * k.size(2)))):
@@ -138,7 +139,7 @@ class Block:
 
     def _scores(self, q: Tensor, k: Tensor, band: Band) -> tuple[Tensor, Tensor | None]:
         """Scores, -inf where a key is not seen, and their slope where a soft-cap bends them."""
-        exact = _exact(q)
+        exact = exact_dtype(q)
         scores = _by_group(q.to(exact), k.to(exact).mT) * self.scale
         slope = None
         if self.softcap is not None:
@@ -149,8 +150,9 @@ class Block:
         return scores, slope
 
 
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _in_rows(x: Tensor) -> Tensor:
+    # The CPU kernel takes the numbers of a head as neighbours without looking: other strides give wrong results.
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _by_group(x: Tensor, y: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ def _cpu_backward(
     if len(parts) == 1 and parts[0][1] == slice(0, k.size(2)):
         dq, dk, dv = parts[0][2]
         return dq, dk, dv
-    exact = _exact(q)
+    exact = exact_dtype(q)
     dq = q.new_empty(q.shape, dtype=exact)
     dk, dv = k.new_zeros(k.shape, dtype=exact), v.new_zeros(v.shape, dtype=exact)
     for rows, keys, (a, b, c) in parts:

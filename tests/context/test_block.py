@@ -106,12 +106,16 @@ def test_low_precision(back_end, dtype):
     compare(got, want, 16 * torch.finfo(dtype).eps)  # sums of 40 terms
 
 
-def test_strided_inputs():
-    # As models give them: [B, S, H, D] transposed.
-    q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in data(11, 11))
-    for back_end in ("cpu_flash", "plain"):
+@pytest.mark.parametrize("back_end", ["cpu_flash", "plain"])
+def test_strided_inputs(back_end):
+    # As models give them, [B, S, H, D] transposed, and with the numbers of a head far apart, which flash reads wrongly.
+    for a, b in ((1, 2), (2, 3), (0, 3)):
+        q, k, v, grad = (x.transpose(a, b).contiguous().transpose(a, b) for x in data(11, 11))
         compare(run(block_for(q, v, 0.4, back_end=back_end), q, k, v, grad, Band(None, 0)),
                 plain(q, k, v, grad, Band(None, 0), 0.4), 1e-13)  # fmt: skip
+    grad = torch.ones(1, 1, 1, 1, dtype=torch.float64).expand(q.shape)  # what out.sum().backward() gives
+    compare(run(block_for(q, v, 0.4, back_end=back_end), q, k, v, grad, Band(None, 0)),
+            plain(q, k, v, grad, Band(None, 0), 0.4), 1e-13)  # fmt: skip
 
 
 def test_the_plain_one_takes_the_gradient_check():
