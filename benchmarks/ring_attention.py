@@ -1,15 +1,16 @@
 """Ring attention on the CPU: against its limit, balanced against not, all strategies, and what memory it takes.
 
-    python benchmarks/ring_attention.py [--json PATH] [--lengths 4096 8192] [--device cuda]
+    python benchmarks/ring_attention.py [--json PATH] [--lengths 4096 8192] [--part speed] [--device cuda]
 
 Causal, forward + backward, GQA 8:2, head size 64, fp32, cp 2, one thread a rank; S is the whole sequence. Every
-figure is the ratio of medians over interleaved runs; a run is as long as its slower rank.
+figure is the ratio of medians over interleaved runs; a run is as long as its slower rank. Ratios are given twice: of
+wall time, and of the CPU time of the slower rank, which does not see who else uses the machine (nor waiting).
   (a) limit   zig-zag ring against the same block calls in both processes, without exchange and without any sum
   (b) order   contiguous against zig-zag: the ring in both
   (c) ways    all strategies, as time of one step
   (d) memory  peak of a fresh process per S: what the step adds to inputs, per 1024 local tokens
 With --device cuda (needs a GPU): the block calls of one rank of a simulated ring of 8, against one flash call over the
-whole sequence / 8: what is lost by cutting a sequence into blocks. It runs on the CPU as well (--simulate).
+whole sequence / 8: what is lost by cutting a sequence into blocks. It runs on the CPU as well (--part simulate).
 """
 
 from __future__ import annotations
@@ -71,19 +72,19 @@ def limit_of(length: int, kind: str = "zigzag"):
     return lambda: block_calls(block, plan, *data)
 
 
-def interleaved(steps: dict, repeats: int) -> dict[str, float]:
-    """Seconds of the slower rank, median per step; the order turns round in every round."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def interleaved(steps: dict, repeats: int) -> dict[str, list[float]]:
+    """[wall seconds, CPU seconds] of the slower rank, medians per step; the order turns round in every round."""
+    times: dict[str, list[list[float]]] = {name: [] for name in steps}
     for turn in range(-1, repeats):  # the first round warms up
         for name in list(steps) if turn % 2 else list(reversed(steps)):
             dist.barrier()
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             steps[name]()
-            spent = torch.tensor(time.perf_counter() - start)
+            spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             if turn >= 0:
-                times[name].append(spent.item())
-    return {name: statistics.median(t) for name, t in times.items()}
+                times[name].append(spent.tolist())
+    return {name: [statistics.median(x) for x in zip(*t)] for name, t in times.items()}
 
 
 def start(rank: int, port: int) -> dist.ProcessGroup:
@@ -160,27 +161,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(REPEATS))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--simulate", action="store_true", help="the simulated ring only")
+    parser.add_argument("--part", default="all", choices=["all", "speed", "memory", "simulate"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    if options.simulate or options.device == "cuda":
+    if options.device == "cuda":
+        options.part = "simulate"
+    if options.part == "simulate":
         print(f"{'S':>7}{'blocks ms':>12}{'one call / 8 ms':>18}{'ratio':>8}")
         for length in options.lengths:
             row = {"length": length, **simulated(options.device, length)}
             rows.append(row)
             ratio = row["one call"] / row["blocks"]
             print(f"{length:7}{row['blocks']:12.1f}{row['one call']:18.1f}{ratio:8.3f}", flush=True)
-    else:
+    if options.part in ("all", "speed"):
         names = [*STRATEGIES, "contiguous", "limit"]
-        print(f"{'S':>7}" + "".join(f"{name + ' s':>15}" for name in names) + f"{'limit/ring':>12}{'contig/ring':>12}")
+        heads = [f"{name} s" for name in names] + [f"{a} {b}" for a in ("limit", "contiguous") for b in ("wall", "CPU")]
+        print(f"{'S':>7}" + "".join(f"{head:>16}" for head in heads))
         for length in options.lengths:
             row = {"length": length, **on_ranks(speed, length)}
             rows.append(row)
-            ratios = [row["limit"] / row["ring"], row["contiguous"] / row["ring"]]
-            print(f"{length:7}" + "".join(f"{row[n]:15.3f}" for n in names)
-                  + "".join(f"{x:12.3f}" for x in ratios), flush=True)  # fmt: skip
-        print("\npeak memory of a step per rank, MiB (per 1024 local tokens)")
+            ratios = [row[name][clock] / row["ring"][clock] for name in ("limit", "contiguous") for clock in (0, 1)]
+            print(f"{length:7}" + "".join(f"{x:16.3f}" for x in [*(row[n][0] for n in names), *ratios]), flush=True)
+    if options.part in ("all", "memory"):
+        print("peak memory of a step per rank, MiB (per 1024 local tokens)")
         for length in options.lengths:
             row = {"length": length, "memory": {name: on_ranks(memory, length, name) for name in STRATEGIES}}
             rows.append(row)
