@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
 from dtensor_5d.errors import PlanError, Violation
 
-__all__ = ["Fields", "read_config"]
+__all__ = ["DTYPES", "KINDS", "Fields", "layer_kind", "read_config"]
 
 # Our name -> the names that families use for it.
 _ALIASES = {
@@ -27,7 +26,21 @@ _ALIASES = {
     "layer_types": ("layer_types", "attn_type_list"),
     "dtype": ("dtype", "torch_dtype"),
 }
-_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+KINDS: Mapping[str, str] = {
+    "full_attention": "full", "attention": "full", "indexed_attention": "full", "sliding_attention": "sliding",
+    "chunked_attention": "chunked", "linear_attention": "linear", "conv": "linear", "mamba": "linear",
+}  # fmt: skip
+DTYPES: Mapping[str, int] = {
+    "float64": 8, "double": 8, "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}  # fmt: skip
+
+
+def layer_kind(name: object) -> str | None:
+    """full, sliding, chunked or linear for an entry of layer_types (MiniMax counts: 1 full, 0 linear); else None."""
+    if isinstance(name, str):
+        return KINDS.get(name)
+    return {1: "full", 0: "linear"}.get(name) if isinstance(name, int) else None
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,15 @@ class Fields:
 
     raw: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the family, before the common ones
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The names that the config may use for this field."""
+        return self.aliases.get(name) or _ALIASES.get(name, (name,))
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value under any of the names for it; a missing one or None gives the family's default, or `default`."""
-        for known in _ALIASES.get(name, (name,)):
+        for known in self.names(name):
             value = self.raw.get(known)
             if value is not None:
                 return value
@@ -50,7 +68,7 @@ class Fields:
         """A whole number >= 1. Errors: `PlanError` for a missing field, or for one that is no such number."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            names = " or ".join(_ALIASES.get(name, (name,)))
+            names = " or ".join(self.names(name))
             found = "no value" if value is None else repr(value)
             raise PlanError(
                 Violation(f"{found} for {names}", "the config must give a whole number >= 1", f"add {names} to it")
@@ -67,7 +85,7 @@ class Fields:
         given = self.raw.get("per_layer_config") or {}
         # Keys are text in JSON, with zeros in front: "05".
         own = next((fields for place, fields in given.items() if int(place) == index), None)
-        return Fields({**self.raw, **own}, self.defaults) if own else self
+        return replace(self, raw={**self.raw, **own}) if own else self
 
     def flag(self, rule: bool | str) -> bool:
         """A fixed truth, or the truth of a field."""
@@ -95,56 +113,10 @@ class Fields:
             return self.count("head_dim")
         return self.count("hidden_size") // self.count("num_attention_heads")
 
-    def violations(self) -> list[Violation]:
-        """What is missing or contradicts itself."""
-        bad: list[Violation] = []
-        for name in _COUNTS:
-            try:
-                self.count(name)
-            except PlanError as error:
-                bad += error.violations
-        if bad:
-            return bad
-        hidden, heads, layers = (self.count(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        if not self.get("head_dim") and hidden % heads and not self.get("kv_lora_rank"):
-            near = _nearest_divisor(hidden, heads)
-            bad.append(
-                Violation(
-                    f"hidden_size={hidden} with num_attention_heads={heads} and no head_dim",
-                    f"{heads} must divide {hidden}",
-                    f"give head_dim, or use {near} heads",
-                )
-            )
-        kv = self.get("num_key_value_heads")
-        if kv is not None and (not isinstance(kv, int) or isinstance(kv, bool) or kv < 1 or heads % kv):
-            near = _nearest_divisor(heads, kv) if isinstance(kv, int) and not isinstance(kv, bool) and kv > 0 else heads
-            bad.append(
-                Violation(
-                    f"num_key_value_heads={kv!r} with num_attention_heads={heads}",
-                    f"the key-value heads must divide the {heads} query heads",
-                    f"use {near} key-value heads",
-                )
-            )
-        for name in ("layer_types", "mlp_layer_types"):
-            kinds = self.get(name)
-            if isinstance(kinds, (list, tuple)) and len(kinds) != layers:
-                bad.append(
-                    Violation(
-                        f"{len(kinds)} {name} for num_hidden_layers={layers}",
-                        f"there must be {layers}, one for each layer",
-                        f"give {layers} {name} or num_hidden_layers={len(kinds)}",
-                    )
-                )
-        experts, chosen = self.get("experts"), self.get("experts_per_token")
-        if isinstance(experts, int) and isinstance(chosen, int) and not 1 <= chosen <= max(experts, 1):
-            bad.append(
-                Violation(
-                    f"{chosen} experts per token of {experts} experts",
-                    f"must be between 1 and {experts}",
-                    f"use {min(max(chosen, 1), max(experts, 1))} experts per token",
-                )
-            )
-        return bad
+    @property
+    def bytes_per_number(self) -> int:
+        """Of the dtype that the config names; fp32 where it names none."""
+        return DTYPES.get(str(self.get("dtype", "float32")).removeprefix("torch."), 4)
 
 
 def read_config(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
@@ -184,8 +156,3 @@ def read_config(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, An
                     raw.setdefault(shared, outer[shared])
             break
     return raw
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [d for d in range(1, min(number, 4096) + 1) if number % d == 0] + [number]
-    return min(divisors, key=lambda d: (abs(math.log(d / wanted)), d))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtensor_5d.families.blocks import LayerShape, Mixer, Param, linear, vector
-from dtensor_5d.families.fields import Fields
+from dtensor_5d.families.fields import Fields, layer_kind
 from dtensor_5d.families.linear_mixers import LINEAR_MIXERS
 from dtensor_5d.families.recipes import Moe, Recipe
 
@@ -76,7 +76,7 @@ def layer_kinds(fields: Fields, recipe: Recipe) -> list[str]:
     layers = fields.count("num_hidden_layers")
     given = fields.get("layer_types")
     if isinstance(given, (list, tuple)):
-        kinds = [_kind_of(k) for k in given]
+        kinds = [layer_kind(k) or "full" for k in given]
         return [*kinds[:-1], "full"] if recipe.last_full else kinds
     if recipe.linear == "mamba":
         period, offset = fields.count("attn_layer_period", 8), int(fields.get("attn_layer_offset", 4))
@@ -99,15 +99,6 @@ def layer_kinds(fields: Fields, recipe: Recipe) -> list[str]:
         return ["sliding"] * layers
     kinds = ["full" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)]
     return [*kinds[:-1], "full"] if recipe.last_full else kinds
-
-
-def _kind_of(name: object) -> str:
-    known = {
-        "full_attention": "full", "attention": "full", "indexed_attention": "full", "sliding_attention": "sliding",
-        "chunked_attention": "chunked", "linear_attention": "linear", "conv": "linear", "mamba": "linear",
-        1: "full", 0: "linear",
-    }  # fmt: skip
-    return known.get(name, "full") if isinstance(name, (str, int)) else "full"
 
 
 def has_experts(fields: Fields, moe: Moe, index: int) -> bool:

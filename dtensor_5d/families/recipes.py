@@ -64,6 +64,7 @@ class Recipe:
     qk_norm: str | None = None  # head, full, layer_heads
     qk_norm_if: bool | str = True
     qk_names: tuple[str, str] = ("q_norm", "k_norm")
+    whole_heads: bool = False  # refuses a model size that its heads do not divide; others round the head size down
     kv: str = "field"  # field, heads (as many as queries), multi_query
     attention_gate: str | None = None  # afmoe: gate_proj; qwen3_next: q (twice as many queries)
     sinks: bool = False
@@ -82,6 +83,7 @@ class Recipe:
     pattern: int = 0  # every n-th layer is full where layer_types is missing; 0: all alike
     linear: str | None = None  # what stands in for attention in the linear layers
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> names that this family has for it
 
 
 def _with(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -169,6 +171,7 @@ RECIPES: Mapping[str, dict[str, Any]] = {
         _FUSED_QKV, softmax="compute", kv="multi_query", qkv_bias="bias", out_bias="bias", mlp_bias="bias",
         inner="ffn_hidden_size|4", parallel="parallel_attn",
         defaults={"multi_query": True, "parallel_attn": True, **_TIED},
+        aliases={"num_key_value_heads": ("num_kv_heads",)},
     ),
     "opt": _with(
         _LLAMA, root="model.decoder", position="embed_positions", final_norm="final_layer_norm", norm="layer",
@@ -219,7 +222,8 @@ RECIPES: Mapping[str, dict[str, Any]] = {
         mlp_names=("up_proj", "down_proj"), **_BIASED,
     ),
     "internlm3": _with(
-        _LLAMA, qkv_bias="qkv_bias", out_bias="bias", mlp_bias="bias",
+        _LLAMA, qkv_bias="attention_bias", out_bias="mlp_bias", mlp_bias="mlp_bias",
+        aliases={"attention_bias": ("attention_bias", "qkv_bias"), "mlp_bias": ("mlp_bias", "bias")},
     ),
     "nanochat": _with(_LLAMA, norm="none", mlp_names=("fc1", "fc2"), **_BIASED),
     "lfm2": _with(
@@ -320,11 +324,17 @@ RECIPES: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_WHOLE_HEADS = frozenset((
+    "llama", "gpt2", "gpt_bigcode", "gptj", "gpt_neox", "opt", "bloom", "falcon", "stablelm", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "arcee", "ministral", "internlm3", "deepseek_v2", "olmoe",
+))  # fmt: skip
+
+
 def recipe_for(model_type: str) -> Recipe | None:
     """The recipe of a family, or None for one that is not known here."""
     if model_type not in RECIPES:
         return None
-    settings = dict(RECIPES[model_type])
+    settings = {"whole_heads": model_type in _WHOLE_HEADS, **RECIPES[model_type]}
     if moe := settings.pop("moe", None):
         settings["moe"] = Moe(**moe)
     return Recipe(**settings)

@@ -13,6 +13,7 @@ from typing import Any
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.families.activations import Numbers, Saved, kept_tensors
 from dtensor_5d.families.blocks import LayerShape, Param, linear, vector
+from dtensor_5d.families.contradictions import contradictions
 from dtensor_5d.families.fields import Fields, read_config
 from dtensor_5d.families.flops import product_flops
 from dtensor_5d.families.layers import build_layer, layer_kinds, norm_params
@@ -69,14 +70,18 @@ class ModelShape:
                 )  # fmt: skip
             source = to_dict()
         raw = read_config(source)
-        model_type = str(raw.get("model_type", ""))
+        model_type = raw.get("model_type") or ""
+        if not isinstance(model_type, str):
+            raise PlanError(
+                Violation(f"model_type={model_type!r}", "must be a text", "give the model_type of its config.json")
+            )
         recipe = recipe_for(model_type)
         known = recipe is not None
         if recipe is None:
             recipe = recipe_for("qwen3_moe" if _looks_like_experts(raw) else "llama")
             assert recipe is not None
-        fields = Fields(raw, recipe.defaults)
-        bad = fields.violations()
+        fields = Fields(raw, recipe.defaults, recipe.aliases)
+        bad = contradictions(fields, known=known, whole_heads=recipe.whole_heads)
         if bad:
             raise PlanError(bad)
         try:
@@ -177,6 +182,16 @@ class ModelShape:
             >>> sum(t.bytes for t in shape.activations(0, 4096, recompute="block")) == 2 * shape.hidden
             True
         """
+        bad = [
+            Violation(f"{name}={value!r}", "must be an integer >= 1", f"give {name} a count")
+            for name, value in (("seq_len", seq_len), ("width", width))
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(self.layers):
+            last = len(self.layers) - 1
+            bad.append(Violation(f"layer={layer!r}", f"there are layers 0 to {last}", f"use a layer from 0 to {last}"))
+        if bad:
+            raise PlanError(bad)
         return kept_tensors(recompute, self.layers[layer], self.recipe, self.numbers(seq_len, width, attention), layer)
 
     def flops_per_token(self, seq_len: int, attention: str = "causal", backward: bool = True) -> float:
@@ -234,7 +249,7 @@ def _build(fields: Fields, recipe: Recipe, model_type: str, known: bool) -> Mode
         attention_dropout=float(fields.get("attention_dropout", 0.0)),
         residual_dropout=float(fields.get("residual_dropout", 0.0)),
         softcap=fields.get("attn_logit_softcapping") is not None,
-        bytes_per_number=2 if "16" in str(fields.get("dtype", "float32")) else 4,
+        bytes_per_number=fields.bytes_per_number,
     )
 
 

@@ -41,6 +41,12 @@ def memory(
     Errors: `PlanError` listing all that does not fit together.
     """
     bad = memory_violations(shape, plan, micro_batch=micro_batch, seq_len=seq_len)
+    if isinstance(optimizer_numbers, bool) or not isinstance(optimizer_numbers, int) or optimizer_numbers < 0:
+        asked, change = f"optimizer_numbers={optimizer_numbers!r}", "use 2 for Adam, 1 for momentum, 0 for plain SGD"
+        bad.append(Violation(asked, "must be an integer >= 0", change))
+    if device is not None and not isinstance(device, Device):
+        asked = f"device of type {type(device).__name__}"
+        bad.append(Violation(asked, "must be a Device", "give Device(memory=80 * 2**30), or none"))
     if bad:
         raise PlanError(bad)
     plan = Plan(plan.degrees, plan.options.settled(plan.degrees.pp), plan.rules, plan.model)

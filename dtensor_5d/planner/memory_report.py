@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from dtensor_5d.errors import PlanError, Violation
+
 __all__ = ["CAUSES", "Device", "MemoryReport", "RankMemory", "StageMemory"]
 
 GIB = 2**30
@@ -12,7 +14,7 @@ CAUSES = (
     "parameters", "gradients", "master", "optimizer", "activations", "stash", "recompute", "logits", "working",
     "gathered", "reduce buffer", "buffers", "temporary", "context",
 )  # fmt: skip
-
+_MORE = ("memory", "line")  # what cannot be zero
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,17 @@ class Device:
     communicator: int = GIB // 8
     margin: float = 0.08
     line: float = 0.8
+
+    def __post_init__(self) -> None:
+        bad = [
+            Violation(f"{name}={value!r}", f"must be a number {'> 0' if name in _MORE else '>= 0'}", f"correct {name}")
+            for name, value in vars(self).items()
+            if isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not (0 <= value < float("inf") and (value or name not in _MORE))
+        ]
+        if bad:
+            raise PlanError(bad)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,10 @@ def in_flight(schedule: Schedule | None, rank: int, activation: Sequence[int], s
     return InFlight(*max((step.after for step in steps), key=sum))
 
 
-def fullest_moments(schedule: Schedule | None, rank: int, activity: Mapping[int, Activity]) -> dict[str, dict[str, int]]:
-    """Phase (`loss`, `backward`) -> cause -> bytes, each at its own fullest moment. activity: by stage, one micro-batch.
+def fullest_moments(
+    schedule: Schedule | None, rank: int, activity: Mapping[int, Activity]
+) -> dict[str, dict[str, int]]:
+    """Phase (`loss`, `backward`) -> cause -> bytes, each at its own fullest moment. activity: of a micro-batch by stage.
 
     Inside an I the kept tensors of a stage become its stash, layer by layer; in recomputed layers the stash is the
     larger one, so that the end of the I is fuller than its start. Both ends are looked at.

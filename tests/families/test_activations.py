@@ -188,3 +188,19 @@ def test_every_k_recomputes_every_kth_layer():
 def test_a_wrong_kind_of_attention_is_refused():
     with pytest.raises(PlanError, match="must be 'flash' or 'eager'"):
         ModelShape.preset("llama-3.1-8b").activations(0, 128, attention="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(layer=99, seq_len=128), ["layer=99", "0 to 31"]),
+        (dict(layer=-1, seq_len=128), ["layer=-1"]),
+        (dict(layer=0, seq_len=-1), ["seq_len=-1", ">= 1"]),
+        (dict(layer=0, seq_len=128, width=0), ["width=0", ">= 1"]),
+        (dict(layer="x", seq_len=True, width=1.5), ["layer='x'", "seq_len=True", "width=1.5"]),
+    ],
+)
+def test_numbers_that_are_none_get_an_answer(arguments, said):
+    with pytest.raises(PlanError) as caught:
+        ModelShape.preset("llama-3.1-8b").activations(**arguments)
+    assert all(text in str(caught.value) for text in said)

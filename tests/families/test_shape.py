@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, Glm4MoeConfig
 
 from dtensor_5d.errors import PlanError
 from dtensor_5d.families.published import PRESETS
@@ -72,6 +72,16 @@ VARIATIONS = [
     ("granitemoeshared", dict(attention_bias=True)),
     ("seed_oss", dict(attention_out_bias=True)),
     ("mistral", dict(head_dim=None)),
+    ("helium", dict(head_dim=16)),
+    ("falcon", dict(num_kv_heads=2, num_key_value_heads=8)),
+    ("gemma4_text", dict(global_head_dim=32)),
+    ("gemma4_text", dict(attention_k_eq_v=True, num_global_key_value_heads=2, global_head_dim=16)),
+    ("gemma4_text", dict(num_global_key_value_heads=2)),
+    ("gemma4_text", dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)),
+    ("gemma4_text", dict(layer_types=["full_attention"] * 2 + ["sliding_attention"] * 2, global_head_dim=16)),
+    ("gemma4_text", dict(num_hidden_layers=12, global_head_dim=16, layer_types=None)),
+    ("internlm3", dict(qkv_bias=True, bias=True)),
+    ("internlm3", dict(attention_bias=True)),
 ]
 
 
@@ -79,6 +89,34 @@ VARIATIONS = [
 def test_variations_of_a_family(name, fields):
     config = tiny_config(name, **fields)
     assert foretold(ModelShape.from_config(config.to_dict())) == real_parameters(config)
+
+
+def test_gemma4_defaults_as_transformers_and_as_published():
+    config = Gemma4TextConfig()
+    published = {k: v for k, v in config.to_dict().items() if k != "per_layer_config"} | {"global_head_dim": 512}
+    nested = {"model_type": "gemma4", "text_config": config.to_dict()}
+    for source in (config, config.to_dict(), published, nested):
+        shape = ModelShape.from_config(source)
+        assert (shape.parameters, shape.known) == (5_077_177_856, True)
+
+
+def test_gemma4_experts_stand_beside_the_mlp():
+    config = tiny_config("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    shape = ModelShape.from_config(config)
+    assert shape.expert_parameters == 4 * 4 * 3 * 64 * 32
+    assert shape.active_parameters == shape.parameters - shape.expert_parameters // 2
+    names = {t.name for t in shape.activations(0, 16)}
+    assert {"mlp gate", "experts gate"} <= names
+
+
+def test_a_head_size_that_does_not_divide_is_rounded_down_where_the_family_does():
+    config = Glm4MoeConfig(num_hidden_layers=2, vocab_size=128)  # 4096 over 96 heads, no head_dim
+    assert foretold(ModelShape.from_config(config)) == real_parameters(config)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float64", 8), (torch.bfloat16, 2), ("torch.float16", 2), (None, 4)])
+def test_bytes_of_a_number(dtype, width):
+    assert ModelShape.from_config(tiny_config("llama").to_dict() | {"dtype": dtype}).bytes_per_number == width
 
 
 # (parameters, active parameters per token), from the model cards' exact sums and published-numbers 1.2
@@ -152,6 +190,18 @@ BAD = [
     (broken(hidden_size=4100), ["hidden_size=4100 with num_attention_heads=32", "use 25 heads"]),
     (broken(num_key_value_heads=5), ["num_key_value_heads=5 with num_attention_heads=32", "use 4 key-value heads"]),
     (broken(layer_types=["full_attention"] * 3), ["3 layer_types for num_hidden_layers=32", "num_hidden_layers=3"]),
+    (broken(layer_types=["bogus"] * 32), ["'bogus' in layer_types", "full_attention, ", "sliding_attention"]),
+    (broken(layer_types="abc"), ["layer_types='abc'", "must be a list"]),
+    (broken(layer_types=[["x"]] * 32), ["['x'] in layer_types"]),
+    (broken(mlp_layer_types=["thick"] * 32), ["'thick' in mlp_layer_types", "dense, sparse"]),
+    (broken(sliding_window=-5), ["sliding_window=-5", ">= 1"]),
+    (broken(sliding_window="wide"), ["sliding_window='wide'"]),
+    (broken(dtype="banana"), ["dtype='banana'", "bfloat16"]),
+    (broken(model_type=["llama"]), ["model_type=['llama']", "must be a text"]),
+    (broken(per_layer_config={"40": {"head_dim": 4}}), ["layer '40' in per_layer_config", "0 to 31"]),
+    (broken(per_layer_config=[3]), ["per_layer_config of type list"]),
+    (dict(PRESETS["gemma-3-27b"]) | {"layer_types": ["bogus"] * 62, "sliding_window": -5, "dtype": "banana"},
+     ["bogus", "sliding_window=-5", "dtype='banana'"]),
     (dict(PRESETS["qwen3-30b-a3b"]) | {"num_experts_per_tok": 200}, ["200 experts per token of 128", "use 128"]),
     ({}, ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]),
     ("/no/such/place", ["/no/such/place", "config.json"]),

@@ -100,7 +100,7 @@ def test_every_phase_at_its_fullest_and_no_cause_below_zero():
 
 
 def test_a_split_backward_with_recomputation_by_hand():
-    """The last rank of zb-h1, kept 1 and stash 10: what is fullest is the stash that waits, and no activation at all."""
+    """A stash that is larger than what is kept: the fullest moment is the one with most stash."""
     schedule = build("zb-h1", ranks=2, microbatches=4)
     first = Activity(kept=1, stash=10, recompute=5, logits=0, working=2, buffers=0, probabilities=0)
     last = Activity(kept=4, stash=10, recompute=5, logits=6, working=2, buffers=0, probabilities=3)
