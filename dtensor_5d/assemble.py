@@ -2,10 +2,11 @@
 
  1. Check everything that can be known without a collective; then let all ranks agree that they got here.
  2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
- 3. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken.
- 4. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
+ 3. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
+ 4. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken.
+ 5. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
 
-The other axes join between 2 and 3 as their issues land: experts, tensor, context, recomputation (DESIGN section 7).
+The other axes join before 4 as their issues land: experts, context, recomputation (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
-from dtensor_5d.adapters.planning import derive_rules
+from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
 from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
@@ -27,6 +28,8 @@ from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
 from dtensor_5d.random import RandomStreams, stream_seed
 from dtensor_5d.run import Parts, Run
+from dtensor_5d.tensor.apply import apply_rules
+from dtensor_5d.tensor.check import tensor_violations
 from dtensor_5d.weights import same_weights
 
 __all__ = ["parallelize"]
@@ -43,7 +46,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     error: Exception | None = None
     try:
         decoder = _checked(model, plan, mesh)
-        plan = _completed(model, plan, decoder)
+        plan = _completed(model, plan, decoder, mesh)
         units_of(model, plan.rules.get("dp", {}))
     except Exception as problem:
         error = problem
@@ -60,6 +63,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     options = plan.options.settled(plan.degrees.pp)
     streams = RandomStreams(model, mesh.data_rank, mesh.device)
     apply_stored_dtype(model, options.precision)
+    tensor = None
+    sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
+    if mesh.degrees.tp > 1:
+        tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
     if mesh.degrees.dp_replicate * mesh.degrees.fsdp > 1 or options.precision is not None:
         shard(
             model,
@@ -75,7 +82,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         model.to(mesh.device)
     parts = Parts(
         decoder=decoder,
-        batch_rules=_batch_rules(model, decoder),
+        batch_rules=_batch_rules(model, decoder, multiple=mesh.degrees.tp if sequence else 1),
+        tensor=tensor,
         data=DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce)),
         agreement=agreement,
         streams=streams,
@@ -122,21 +130,24 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
     return decoder
 
 
+def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
+    """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
+    if not plan.rules or (mesh.degrees.tp > 1 and "tp" not in plan.rules):
+        rules = derive_rules(model, decoder, mesh.degrees, plan.options)
+        return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
+    bad = tensor_violations(model, decoder, plan.rules.get("tp", {}), mesh.degrees.tp) if mesh.degrees.tp > 1 else []
+    if bad:
+        raise PlanError(bad)
+    return plan
+
+
 def _signature(model: nn.Module, plan: Plan) -> int:
     """A number that is the same where plan and parameters (not their values) are."""
     parameters = [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in model.named_parameters()]
     return stream_seed(repr(plan), repr(parameters), type(model).__name__)
 
 
-def _completed(model: nn.Module, plan: Plan, decoder: Decoder) -> Plan:
-    """The plan with rules, where it was made without a model."""
-    if plan.rules:
-        return plan
-    rules = derive_rules(model, decoder, plan.degrees, plan.options)
-    return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def _batch_rules(model: nn.Module, decoder: Decoder) -> BatchRules:
+def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int) -> BatchRules:
     kind = getattr(model.config, "model_type", "this family")
     embedding = model.get_submodule(decoder.embedding)
     tables = [
@@ -147,6 +158,13 @@ def _batch_rules(model: nn.Module, decoder: Decoder) -> BatchRules:
         and any(word in name.rpartition(".")[2] for word in ("pos", "wpe"))  # not a table of token types
     ]
     vocab = getattr(embedding, "num_embeddings", None) or model.config.get_text_config().vocab_size
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     return BatchRules(
-        vocab=int(vocab), positions=min(tables, default=None), packs=facts_for(kind).packs_by_position, family=kind
+        vocab=int(vocab),
+        positions=min(tables, default=None),
+        packs=facts_for(kind).packs_by_position,
+        family=kind,
+        multiple=multiple,
+        adaptive=bool(kinds & {"dynamic", "longrope"}),
     )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.loss import IGNORE
 
-__all__ = ["BatchRules", "MicroBatch", "cut_window"]
+__all__ = ["BatchRules", "MicroBatch", "cut_window", "fingerprint"]
 
 _KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "document_ids")
 
@@ -25,23 +25,30 @@ class BatchRules:
     """What the model can take, so that a batch that it would misread is refused instead (contract C4).
 
     vocab: ids must be in [0, vocab). positions: the size of a learned position table, None for computed positions.
-    packs: whether restarting positions separate documents in this family.
+    packs: whether restarting positions separate documents in this family. multiple: sequences are padded to a
+    multiple of it. adaptive: the largest position of a forward decides on the rotary frequencies of all.
     """
 
     vocab: int
     positions: int | None = None
     packs: bool = True
     family: str = "this family"
+    multiple: int = 1
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`."""
+    """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`.
+
+    `length`: tokens of a row before padding to the multiple.
+    """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor | None
     tokens: int
     rows: int
+    length: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -52,11 +59,11 @@ class MicroBatch:
         """What a rank runs that has fewer micro-batches than others."""
         return MicroBatch({"input_ids": torch.zeros(0, 1, dtype=torch.long, device=device)}, None, 0, 0)
 
-    def runnable(self) -> dict[str, torch.Tensor]:
+    def runnable(self, multiple: int = 1) -> dict[str, torch.Tensor]:
         """Inputs with at least one row and one token: an empty micro-batch still enters every collective."""
         if not self.is_empty:
             return self.inputs
-        return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=self.inputs["input_ids"].device)}
+        return {"input_ids": torch.zeros(1, multiple, dtype=torch.long, device=self.inputs["input_ids"].device)}
 
 
 def cut_window(
@@ -84,7 +91,25 @@ def cut_window(
         bad += [Violation(where + v.asked, v.required, v.change) for v in _violations(batch, rules, need_labels)]
     if bad:
         raise PlanError(bad)
-    return [part for batch in batches for part in _cut(_prepared(batch, device), microbatches)]
+    window = []
+    for batch in batches:
+        prepared = _prepared(batch, device)
+        length = prepared[0]["input_ids"].shape[1]
+        window += _cut(_padded(prepared, rules), microbatches, length)
+    return window
+
+
+def fingerprint(window: Sequence[MicroBatch]) -> int:
+    """A 62-bit number from all that a window holds: ranks that must read the same batch compare it (contract C8)."""
+    total = len(window)
+    for micro in window:
+        named = sorted(micro.inputs.items()) + ([("labels", micro.labels)] if micro.labels is not None else [])
+        for key, value in named:
+            place = torch.arange(1, value.numel() + 1, device=value.device)
+            # Sums of whole numbers, which wrap around alike everywhere; the place counts, so order does.
+            mixed = ((value.flatten() + 1) * (place * 0x9E3779B1 + 0x7F4A7C15)).sum()
+            total = (total * 1_000_003 + int(mixed) + len(key) + 31 * value.shape[0]) % (1 << 62)
+    return total
 
 
 def _violations(batch: Any, rules: BatchRules, need_labels: bool) -> list[Violation]:
@@ -217,7 +242,33 @@ def _prepared(batch: Mapping[str, Any], device: torch.device) -> tuple[dict[str,
     return inputs, None
 
 
-def _cut(prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], parts: int) -> list[MicroBatch]:
+def _padded(
+    prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], rules: BatchRules
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Padding on the right up to the multiple: not supervised, and seen by no token before it in a causal model."""
+    inputs, labels = prepared
+    ids = inputs["input_ids"]
+    more = -ids.shape[1] % rules.multiple
+    if not more or not ids.numel():
+        return prepared
+    out = {"input_ids": F.pad(ids, (0, more), value=0)}
+    if "attention_mask" in inputs:
+        out["attention_mask"] = F.pad(inputs["attention_mask"], (0, more), value=0)
+    positions = inputs.get("position_ids")
+    highest = int(positions.max()) if positions is not None else ids.shape[1] - 1
+    # Further positions where there are such: repeated ones would look like packed documents.
+    fits = not rules.adaptive and (rules.positions is None or highest + more < rules.positions)
+    if positions is None and not fits:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if positions is not None:
+        step = torch.arange(1, more + 1, device=ids.device) if fits else torch.zeros(more, device=ids.device).long()
+        out["position_ids"] = torch.cat([positions, positions[:, -1:] + step], dim=1)
+    return out, None if labels is None else F.pad(labels, (0, more), value=IGNORE)
+
+
+def _cut(
+    prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], parts: int, length: int
+) -> list[MicroBatch]:
     inputs, labels = prepared
     pieces = {key: value.tensor_split(parts) for key, value in inputs.items()}
     label_pieces = labels.tensor_split(parts) if labels is not None else [None] * parts
@@ -225,5 +276,5 @@ def _cut(prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], parts: i
     for i, own in enumerate(label_pieces):
         tokens = int((own != IGNORE).sum()) if own is not None else 0
         mine = {key: piece[i] for key, piece in pieces.items()}
-        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0]))
+        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0], length))
     return cut

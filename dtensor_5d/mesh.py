@@ -26,7 +26,7 @@ from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.layout import Axis, axes_of, select
 
-__all__ = ["Mesh", "build_mesh"]
+__all__ = ["Mesh", "build_mesh", "with_copies"]
 
 # These run at other times than the layers' own traffic, or after one another on the same stream.
 _MAY_SHARE = ("world", "dp_replicate", "dp_shard", "data", "loss", "fsdp", "efsdp")
@@ -130,6 +130,29 @@ def build_mesh(degrees: Degrees, device_type: str, *, ranks_per_node: int | None
         warnings.filterwarnings("ignore", message="It seems like you did not set/select the default device")
         root = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))
         return Mesh(resolved, root)
+
+
+def with_copies(mesh: DeviceMesh, copies: int) -> DeviceMesh:
+    """The ranks of a one-dimensional mesh as (parts, copies): each part on `copies` neighbouring ranks.
+
+    Collective: every rank of the job calls it for its own mesh of that axis, in the same order.
+
+    Example: 2 kv heads on tp 4: `with_copies(mesh["tp"], 2)`; ranks 0 and 1 hold the first, ranks 2 and 3 the second.
+    """
+    size = mesh.size()
+    assert mesh.ndim == 1 and size % copies == 0, (mesh, copies)
+    root, rank = mesh._get_root_mesh(), dist.get_rank()
+    stride = int(mesh.mesh[1] - mesh.mesh[0]) if size > 1 else 1
+    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
+    axes = (Axis(f"{name}_part", size // copies, stride * copies), Axis(f"{name}_copy", copies, stride))
+    with _outside_fake_mode():
+        made = []
+        for axis in axes:
+            group = f"dtensor_5d {axis.name} {axis.size}x{axis.stride}"
+            if not _is_registered(group):
+                _register(group, _create_group(axis, rank, dist.get_world_size()))
+            made.append(_mesh_of(root, axis, group))
+        return DeviceMesh._concatenate(made)
 
 
 def _groups_by_name(axes: dict[str, Axis], rank: int) -> dict[str, str]:

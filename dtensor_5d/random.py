@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["RandomStreams", "is_random", "stream_seed"]
+__all__ = ["RandomStreams", "SavedStream", "draw_seed", "is_random", "stream_seed", "switch_stream"]
 
 
 def stream_seed(*parts: int | str) -> int:
@@ -52,3 +53,40 @@ class RandomStreams:
         with torch.random.fork_rng(devices=self._devices, device_type=kind):
             torch.manual_seed(stream_seed("dropout", self._seed, window, micro_batch, self._rank))
             yield
+
+
+@dataclass(frozen=True)
+class SavedStream:
+    """Where the default generator of a device stood."""
+
+    generator: torch.Generator
+    state: torch.Tensor
+
+    def restore(self) -> None:
+        self.generator.set_state(self.state)
+
+
+def draw_seed(device: torch.device) -> int:
+    """The next number of the default stream, as a seed: the same on ranks whose streams are the same."""
+    return int(torch.randint(1 << 62, (), generator=_default_generator(device), device=device))
+
+
+def switch_stream(device: torch.device, *parts: int | str) -> SavedStream:
+    """From here to `restore` the default generator draws the numbers that belong to `parts`.
+
+    With a seed that was drawn from the stream itself, a recomputed layer that finds the stream where it was draws the
+    same numbers again.
+    """
+    generator = _default_generator(device)
+    saved = SavedStream(generator, generator.get_state())
+    generator.manual_seed(stream_seed(*parts))
+    return saved
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator

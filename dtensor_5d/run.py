@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
-from dtensor_5d.batch import BatchRules, MicroBatch, cut_window
+from dtensor_5d.batch import BatchRules, MicroBatch, cut_window, fingerprint
 from dtensor_5d.checkpoint import pretrained
+from dtensor_5d.checkpoint.gather import whole
+from dtensor_5d.chunked import loss_sum, pending_logits, tokens_at_a_time
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.loss import LossFunction, nothing, token_loss_sum
+from dtensor_5d.loss import LossFunction, nothing
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
 from dtensor_5d.random import RandomStreams
+from dtensor_5d.sections import sections_of
+from dtensor_5d.tensor.compare import first_difference
+from dtensor_5d.tensor.state import TensorState
 
 __all__ = ["Run"]
 
@@ -38,6 +42,7 @@ class Parts:
     decoder: Decoder
     batch_rules: BatchRules
     data: DataParallel
+    tensor: TensorState | None
     agreement: Agreement
     streams: RandomStreams
 
@@ -55,7 +60,7 @@ class Run:
         self.mesh = mesh
         self.data_rank: int = mesh.data_rank
         self.data_size: int = mesh.data_size
-        self.sequence_multiple = 1
+        self.sequence_multiple = parts.batch_rules.multiple
         self._parts = parts
         self._source: str | Path | None = None
         self._windows = 0
@@ -87,7 +92,7 @@ class Run:
             self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=device)
         problems: list[Exception] = []
-        with self._parts.data.window():
+        with self._window():
             for number, micro in enumerate(window):
                 self._parts.data.micro_batch(is_last=number + 1 == most)
                 with self._parts.streams.of(self._windows, number):
@@ -146,16 +151,31 @@ class Run:
             out = self._forward(micro)
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
-        return out
+        return out[:, : micro.length]
+
+    def first_difference(self, batch: Batch) -> str | None:
+        """The first module whose output is not the same, bit for bit, on the ranks of tp. A debugging aid.
+
+        Compared is what every rank of tp has whole. None: there is no difference (or no such axis).
+        """
+        window, _, _ = self._agreed(batch, need_labels=False, parts=1)
+        if self._parts.tensor is None:
+            return None
+        with self._looking():
+            return first_difference(self.model, self._parts.tensor, window[0].runnable(self.sequence_multiple))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""
-        return {name: _full(p.detach()) for name, p in self.named_parameters()}
+        packed = sections_of(self.model)
+        return {name: whole(p, packed.get(name)) for name, p in self.named_parameters()}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradient of every named parameter as a full tensor on every rank, zeros where there is none."""
+        packed = sections_of(self.model)
         return {
-            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else _full(p.grad)
+            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if p.grad is None
+            else whole(p.grad, packed.get(name))
             for name, p in self.named_parameters()
         }
 
@@ -206,8 +226,8 @@ class Run:
             window = self._cut(batch, need_labels, parts)
         except Exception as problem:
             error = problem
-        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window))
-        return window, max(row[0] for row in every), sum(row[1] for row in every)
+        every = self._exchanged(error, window)
+        return window, max(row[0] for row in every), self._tokens(every)
 
     def _next_batch(self, source: Iterator[Batch]) -> tuple[list[MicroBatch], int, int, bool]:
         window: list[MicroBatch] = []
@@ -219,8 +239,31 @@ class Run:
             window = self._cut(batch, True, None) if batch is not None else []
         except Exception as problem:
             error = problem
-        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), int(more))
-        return window, max(r[0] for r in every), sum(r[1] for r in every), any(r[2] for r in every)
+        every = self._exchanged(error, window, int(more))
+        return window, max(row[0] for row in every), self._tokens(every), any(row[3] for row in every)
+
+    def _exchanged(self, error: Exception | None, window: list[MicroBatch], *more: int) -> list[list[int]]:
+        """By rank: micro-batches, supervised tokens, what the batch is, `more`. Errors: `PlanError` on every rank
+        where ranks that must read the same batch do not."""
+        peers = self.mesh.world_size // self.data_size
+        what = fingerprint(window) if peers > 1 else 0
+        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), what, *more)
+        share = self.mesh.axes["data"].index
+        first = {share(rank): rank for rank in reversed(range(len(every)))}
+        for rank, row in enumerate(every):
+            other = first[share(rank)]
+            if row != every[other]:
+                raise PlanError(
+                    Violation(f"other rows on rank {rank} than on rank {other}",
+                              f"both have data_rank {share(rank)} of {self.data_size}: they must read the same batch",
+                              "read the rows of run.data_rank, not of the process's rank")
+                )  # fmt: skip
+        return every
+
+    def _tokens(self, every: list[list[int]]) -> int:
+        """Supervised tokens of all ranks, those of ranks that read the same rows once."""
+        share = self.mesh.axes["data"].index
+        return sum({share(rank): row[1] for rank, row in enumerate(every)}.values())
 
     def _cut(self, batch: Batch | Sequence[Batch], need_labels: bool, parts: int | None) -> list[MicroBatch]:
         return cut_window(
@@ -233,18 +276,19 @@ class Run:
 
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
         # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
-        logits: torch.Tensor = self.model(**micro.runnable(), use_cache=False).logits
+        inputs = micro.runnable(self.sequence_multiple)
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
         return logits
 
     def _loss_of(
         self, micro: MicroBatch, loss: LossFunction | None, tokens: int, problems: list[Exception]
     ) -> torch.Tensor:
         """This micro-batch's part of the global mean; what the user's loss raises is put into `problems`."""
+        if loss is None:
+            return self._cross_entropy(micro) / max(tokens, 1)
         logits = self._forward(micro)
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
-        if loss is None:
-            return token_loss_sum(logits, micro.labels) / tokens
         try:
             value = loss(logits, micro.labels)
             if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
@@ -256,11 +300,39 @@ class Run:
             problems.append(problem)
             return nothing(logits)
 
+    def _cross_entropy(self, micro: MicroBatch) -> torch.Tensor:
+        """The sum over supervised tokens, chunk by chunk where there are many, over the rank's own columns under tp."""
+        chunk, head = tokens_at_a_time(self._device), self._parts.decoder.head
+        with ExitStack() as stack:
+            vocab = None
+            if self._parts.tensor is not None:
+                vocab = stack.enter_context(self._parts.tensor.cut_logits())
+            if head is not None and micro.labels is not None and micro.labels.numel() > chunk:
+                stack.enter_context(pending_logits(self.model.get_submodule(head)))
+            logits = self._forward(micro)
+            if micro.labels is None or micro.is_empty:
+                return nothing(logits)
+            # Inside: chunk by chunk, the head runs again.
+            return loss_sum(logits, micro.labels, chunk, vocab=vocab)
+
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]
         if group.size() > 1:
             dist.all_reduce(value, group=group.get_group())
         return value
+
+    @contextmanager
+    def _window(self) -> Iterator[None]:
+        data, tensor = self._parts.data, self._parts.tensor
+        if tensor is None:
+            with data.window():
+                yield
+            return
+        data.reshard()  # names lead to stored gradients, here and where they are summed
+        with tensor.window():
+            with data.window():
+                yield
+            data.reshard()
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -300,7 +372,3 @@ class Run:
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
     yield from batches  # what is wrong with them shows at the first next(), where all ranks hear of it
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

@@ -1,6 +1,7 @@
-"""Trains a small Qwen3 from scratch on text, over the data axis, and writes an ordinary Hugging Face folder.
+"""Trains a small Qwen3 from scratch on text, over data and tensor axis, and writes an ordinary Hugging Face folder.
 
     torchrun --nproc-per-node 4 recipes/pretrain.py
+    torchrun --nproc-per-node 4 recipes/pretrain.py --tp 2
     python recipes/pretrain.py --text my_texts/ --steps 2000 --hidden 256 --layers 6
 
 Without --text it reads the sources of the installed Python standard library. Tokens are bytes, so losses are in nats
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dp-shard", type=int, default=-1, help="ranks that share the parameters (default: all that are left)")
     add("--dp-replicate", type=int, default=1, help="copies of such a group")
+    add("--tp", type=int, default=1, help="ranks over which each layer is cut, tokens between blocks too")
     add("--zero", type=int, default=3, choices=(1, 2, 3))
     add("--microbatches", type=int, default=1)
     add("--peak-tflops", type=float, help="peak of one rank, for the MFU (default: that of a measured matrix product)")
@@ -76,7 +78,7 @@ def main() -> None:
         head_dim=32, max_position_embeddings=max(1024, args.sequence), tie_word_embeddings=True,
         bos_token_id=END, eos_token_id=END, pad_token_id=END,
     )  # fmt: skip
-    degrees = Degrees(dp_shard=args.dp_shard, dp_replicate=args.dp_replicate)
+    degrees = Degrees(dp_shard=args.dp_shard, dp_replicate=args.dp_replicate, tp=args.tp)
     plan = plan_for(
         config, degrees, zero=args.zero, microbatches=args.microbatches, precision="bf16" if device == "cuda" else None
     )

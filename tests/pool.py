@@ -105,6 +105,8 @@ class Pool:
 
 def _received(rank: int, message: tuple[str, Any, str]) -> Outcome:
     kind, payload, trace = message
+    if kind == "lost":
+        return Outcome(rank, lost=trace)
     return Outcome(rank, value=payload) if kind == "value" else Outcome(rank, error=payload, trace=trace)
 
 
@@ -120,9 +122,15 @@ def _serve(connection: Connection, rank: int) -> None:
             return
         message: tuple[str, Any, str]
         try:
-            fn, args = pickle.loads(job)
             store = dist.PrefixStore(f"trial{trial}", dist.TCPStore("127.0.0.1", port, is_master=False))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
+            # A rank that fails at once must not leave while others are still connecting to it.
+            dist.barrier()
+        except BaseException:
+            connection.send_bytes(pickle.dumps(("lost", None, traceback.format_exc())))
+            continue
+        try:
+            fn, args = pickle.loads(job)
             torch.manual_seed(0)
             message = ("value", fn(rank, *args), "")
         except BaseException as error:  # also SystemExit: the pool must hear of it

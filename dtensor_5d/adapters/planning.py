@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
+from dtensor_5d.adapters.tensor_rules import can_cut_tokens, family_violations, tensor_rules
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan, built_violations, rule_violations
 from dtensor_5d.precision import split_fp32
+from dtensor_5d.tensor.check import tensor_violations
 
-__all__ = ["data_rules", "derive_rules", "plan_for"]
+__all__ = ["cuts_tokens", "data_rules", "derive_rules", "plan_for"]
 
 
 def plan_for(config_or_model: Any, degrees: Degrees, **options: Any) -> Plan:
@@ -47,15 +49,33 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
 
     Errors: `PlanError` for a user's rule that matches no module.
     """
-    names = [name for name, _ in model.named_modules()]
-    bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names)]
+    modules = [name for name, _ in model.named_modules()]
+    names = {axis: modules for axis in options.rules}
+    names["tp"] = [*modules, *(name for name, _ in model.named_parameters())]  # bare parameters have rules there
+    bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names[axis])]
+    own = options.rules.get("tp", {})
+    if degrees.tp != 1:
+        kind = str(getattr(model.config, "model_type", ""))
+        bad += family_violations(kind, decoder, own, options.sequence_parallel)
     if bad:
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}
     cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
     if cut or options.precision is not None:
         rules["dp"] = {**data_rules(model, decoder, options), **options.rules.get("dp", {})}
+    if degrees.tp != 1:
+        rules["tp"] = tensor_rules(model, decoder, own, sequence=cuts_tokens(decoder, options))
+        if degrees.tp > 1:  # else known when the degrees are resolved
+            bad += tensor_violations(model, decoder, rules["tp"], degrees.tp)
+    if bad:
+        raise PlanError(bad)
     return rules
+
+
+def cuts_tokens(decoder: Decoder, options: Options) -> bool:
+    """Whether tp > 1 also cuts the tokens between blocks."""
+    asked = options.sequence_parallel
+    return can_cut_tokens(decoder) if asked is None else asked
 
 
 def data_rules(model: nn.Module, decoder: Decoder, options: Options) -> dict[str, str]:

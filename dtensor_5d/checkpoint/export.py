@@ -22,6 +22,7 @@ from dtensor_5d.checkpoint.initial import strangers
 from dtensor_5d.checkpoint.layout import Layout, create_files, lay_out, write_tensor
 from dtensor_5d.checkpoint.template import Template, named_tensors, reshard, template_of, unit_of
 from dtensor_5d.errors import Violation
+from dtensor_5d.sections import sections_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -133,7 +134,7 @@ def _code(tensor: torch.Tensor | None) -> int:
 def _write_weights(template: Template, model: nn.Module, plan: _Plan, staging: Path) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    here = named_tensors(model)
+    here, packed = named_tensors(model), sections_of(model)
     failure: Exception | None = None
     with contextlib.ExitStack() as stack:
         files: dict[int, BinaryIO] = {}
@@ -142,7 +143,7 @@ def _write_weights(template: Template, model: nn.Module, plan: _Plan, staging: P
             # Gathering is collective: this rank takes part in it to the end, even after its own disk gave up.
             whole = {}
             for name in members:
-                tensor = gather_to(plan.writer[unit], here[name]) if name in here else None
+                tensor = gather_to(plan.writer[unit], here[name], packed.get(name)) if name in here else None
                 if tensor is not None and failure is None:
                     whole[name] = tensor.to(plan.dtype[name])
             if not mine or failure is not None:

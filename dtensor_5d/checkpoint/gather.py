@@ -1,4 +1,4 @@
-"""One rank collects a whole tensor; the others send their part of it and hold nothing more.
+"""Whole tensors from shards: on one rank, the others sending their part and holding nothing more; or on every rank.
 
 `DTensor.full_tensor` would put the whole on every rank, and in torch 2.13 it fails where a dim is cut unevenly twice.
 """
@@ -13,14 +13,37 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_5d.checkpoint.agree import my_rank
-from dtensor_5d.checkpoint.slices import Runs, local_part, placed_slices, put, shape_of
+from dtensor_5d.checkpoint.slices import Runs, chunk_sizes, cutting_order, local_part, placed_slices, put, shape_of
+from dtensor_5d.ops.exchange import gathered
+from dtensor_5d.sections import Sections
 
-__all__ = ["gather_to"]
+__all__ = ["gather_to", "whole"]
 
 _IN_FLIGHT = 2**28
 
 
-def gather_to(writer: int, tensor: torch.Tensor) -> torch.Tensor | None:
+def whole(tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tensor:
+    """The whole of `tensor` on every rank of its mesh, in Hugging Face's order; a copy. Collective over its mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes: list[tuple[int, int, list[int]]] = []
+    length = list(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds nothing of the tensor"
+    for axis, dim, groups in cutting_order(mesh.shape, placements, tensor.dim()):
+        assert groups == 1, "strided shards that no inner axis cuts have no contiguous parts"
+        sizes.append((axis, dim, chunk_sizes(length[dim], mesh.size(axis))))
+        length[dim] = sizes[-1][2][coordinate[axis]]
+    out = local_part(tensor)
+    for axis, dim, lengths in reversed(sizes):
+        out = gathered(out, mesh.get_group(axis), dim, lengths)
+    if sections is None:
+        return out.clone() if out.data_ptr() == local_part(tensor).data_ptr() else out
+    return torch.empty_like(out).index_copy_(sections.dim, sections.order().to(out.device), out)
+
+
+def gather_to(writer: int, tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tensor | None:
     """The whole of `tensor` on CPU on rank `writer`, None elsewhere.
 
     Collective over the ranks of its mesh; a plain tensor costs no communication. On a mesh with replicas only the
@@ -42,7 +65,7 @@ def gather_to(writer: int, tensor: torch.Tensor) -> torch.Tensor | None:
     pending: list[tuple[int, Runs]] = []
     size = 0
     for rank, place in senders.items():
-        runs = placed_slices(tensor.shape, tuple(ranks.shape), place, tensor.placements)
+        runs = placed_slices(tensor.shape, tuple(ranks.shape), place, tensor.placements, sections)
         nbytes = math.prod(shape_of(runs)) * local.itemsize
         if rank == writer:
             put(whole, runs, local)

@@ -29,6 +29,7 @@ from dtensor_5d.checkpoint.template import (
     unit_of,
 )
 from dtensor_5d.errors import Violation
+from dtensor_5d.sections import sections_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ def init_weights(model: nn.Module, seed: int, *, device: torch.device | str | No
     agree(strangers(template, model))
     reshard(model)
     materialise(model, _home(model) if device is None else device)
-    wanted = named_tensors(model)
+    wanted, packed = named_tensors(model), sections_of(model)
     unset = []
     for unit, visits in _units(template.model).items():
         names = [n for n, first in template.first_name.items() if unit_of(first) == unit and n in wanted]
@@ -74,7 +75,7 @@ def init_weights(model: nn.Module, seed: int, *, device: torch.device | str | No
             if _is_unset(template.tensors[name]):
                 unset.append(name)
             else:
-                fill(wanted[name], template.tensors[name])
+                fill(wanted[name], template.tensors[name], packed.get(name))
         _drop(template, names)
     agree(_no_rule(unset))
 

@@ -18,6 +18,7 @@ from dtensor_5d.checkpoint.slices import local_part, local_slices
 from dtensor_5d.checkpoint.sources import Source
 from dtensor_5d.checkpoint.template import Template, materialise, named_tensors, reshard, template_of
 from dtensor_5d.errors import Violation
+from dtensor_5d.sections import sections_of
 
 # Buffers that older versions of transformers saved and the models of today compute.
 _OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -59,12 +60,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, device: torch.devic
     materialise(model, device)
     failed: list[Violation] = []
     done: set[int] = set()
+    packed = sections_of(model)
     for name, tensor in named_tensors(model).items():
         if name in template.rebuilt or id(tensor) in done:
             continue
         done.add(id(tensor))
         try:
-            local_part(tensor).copy_(sources[template.first_name[name]].read(local_slices(tensor)))
+            runs = local_slices(tensor, packed.get(name))
+            local_part(tensor).copy_(sources[template.first_name[name]].read(runs))
         # Also what a memory-mapped read raises; the other ranks must hear of it, whatever it is.
         except Exception as error:
             told = f"{name} could not be read from {folder} ({error})"

@@ -5,6 +5,7 @@ M, N: sizes of a dim.  A run is a `slice(start, stop)`; a dim cut by `_StridedSh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -12,52 +13,86 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["Runs", "cut", "cut_with", "local_part", "local_slices", "placed_slices", "put", "shape_of", "whole_slices"]
+from dtensor_5d.sections import Sections
+
+__all__ = [
+    "Runs", "chunk_sizes", "cut", "cut_with", "cutting_order", "local_part", "local_slices", "placed_slices", "put",
+    "shape_of", "whole_slices",
+]  # fmt: skip
 
 Runs = tuple[tuple[slice, ...], ...]
 """One tuple of increasing, disjoint slices per dim."""
 
 
-def local_slices(tensor: torch.Tensor) -> Runs:
+def local_slices(tensor: torch.Tensor, sections: Sections | None = None) -> Runs:
     """The runs of the whole tensor that this rank's local shard holds, dim by dim; everything for a plain tensor.
 
     Example: a [6, 4] DTensor with `Shard(0)` on 4 ranks: `((slice(2, 4),), (slice(0, 4),))` on rank 1 and
     `((), (slice(0, 4),))` on rank 3, whose shard is empty.
 
-    Errors: `ValueError` for a `Partial` placement: such a shard is no part of the whole tensor but a summand of it.
+    sections: how the tensor is packed, if it is. Errors: `ValueError` for a `Partial` placement: such a shard is no
+    part of the whole tensor but a summand of it.
     """
     if not isinstance(tensor, DTensor):
         return whole_slices(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the mesh and stores nothing
         return tuple(() for _ in tensor.shape)
-    return placed_slices(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements)
+    return placed_slices(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements, sections)
 
 
 def placed_slices(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    sections: Sections | None = None,
 ) -> Runs:
     """`local_slices` without a live mesh: of the rank at `coordinate` in a mesh of `mesh_shape`.
 
-    The indices 0..M-1 of a dim are cut as `torch.chunk` cuts, placement by placement from the outer to the inner mesh
-    axis: the order of `distribute_tensor`. (torch's `compute_local_shape_and_global_offset` walks the same way, but
-    tells only the first index, which is not enough for `_StridedShard`.)
+    The indices 0..M-1 of a dim are cut as `torch.chunk` cuts, in the order of `cutting_order`. (torch's
+    `compute_local_shape_and_global_offset` tells only the first index, which is not enough for `_StridedShard`.)
     """
     index: dict[int, torch.Tensor] = {}
-    for axis, placement in enumerate(placements):
+    if sections is not None:
+        index[sections.dim] = sections.order()
+    for axis, dim, groups in cutting_order(mesh_shape, placements, len(shape)):
+        before = index[dim] if dim in index else torch.arange(shape[dim])
+        n, i = mesh_shape[axis], coordinate[axis]
+        index[dim] = torch.cat([_chunk(_chunk(before, groups, group), n, i) for group in range(groups)])
+    return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
+
+
+def cutting_order(
+    mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
+) -> list[tuple[int, int, int]]:
+    """Which mesh axis cuts first: (axis, dim, groups), for the axes that cut; of each of `groups` parts it takes one.
+
+    From the outer to the inner axis, as `distribute_tensor` cuts. But where an outer axis is strided by just as much as
+    the inner ones cut the same dim, the inner ones were first: so FSDP2 shards what another axis has cut, and only in
+    this order uneven shards come out as FSDP2 stores them (7 rows on tp 2, then 3: torch's own order names others).
+    """
+    order: list[tuple[int, int, int]] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
         if isinstance(placement, Partial):
             raise ValueError(f"a tensor with placement {placement} has no slices: reduce it first")
         if not isinstance(placement, Shard | _StridedShard):
             continue
-        dim = placement.dim % len(shape)
-        before = index[dim] if dim in index else torch.arange(shape[dim])
-        n, i = mesh_shape[axis], coordinate[axis]
-        if isinstance(placement, _StridedShard):  # one chunk of each of `split_factor` groups
-            factor = int(placement.split_factor)
-            index[dim] = torch.cat([_chunk(_chunk(before, factor, group), n, i) for group in range(factor)])
+        dim = placement.dim % ndim
+        groups = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        inner = [mesh_shape[a] for a, d, _ in order if d == dim]
+        if groups > 1 and math.prod(inner) == groups:
+            order.append((axis, dim, 1))
         else:
-            index[dim] = _chunk(before, n, i)
-    return tuple(_runs(index[d]) if d in index else whole_slices([size])[0] for d, size in enumerate(shape))
+            order.insert(0, (axis, dim, groups))
+    return order
+
+
+def chunk_sizes(length: int, n: int) -> list[int]:
+    """How many of `length` each of n ranks gets from `torch.chunk`."""
+    step = -(-length // n)
+    return [max(min(step, length - i * step), 0) for i in range(n)]
 
 
 def whole_slices(shape: Sequence[int]) -> Runs:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtensor_5d.checkpoint.slices import cut, local_part, local_slices
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.sections import Sections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,6 +131,6 @@ def swap_in(parameter: torch.Tensor, values: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+def fill(tensor: torch.Tensor, whole: torch.Tensor, sections: Sections | None = None) -> None:
     """Copies this rank's slices of `whole` into `tensor`, in place and into its dtype."""
-    local_part(tensor).copy_(cut(whole, local_slices(tensor)))
+    local_part(tensor).copy_(cut(whole, local_slices(tensor, sections)))

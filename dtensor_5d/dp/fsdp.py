@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.plan.patterns import matches, specificity
@@ -216,7 +216,9 @@ def _placement(size: int) -> Any:
     """
 
     def choose(parameter: nn.Parameter) -> Shard | None:
-        if parameter.dim() == 3 and parameter.shape[0] % size and parameter.shape[2] % size == 0:
+        # What another axis has left on this rank is what gets sharded here.
+        shape = parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape
+        if len(shape) == 3 and shape[0] % size and shape[2] % size == 0:
             return Shard(2)
         return None
 

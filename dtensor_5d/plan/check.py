@@ -13,13 +13,12 @@ from dtensor_5d.plan.patterns import matches
 __all__ = ["built_violations", "rule_violations"]
 
 # Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
-_AXES_TO_COME = {"pp": "pipeline", "cp": "context", "tp": "tensor", "ep": "expert", "etp": "expert"}
+_AXES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert"}
 _OPTIONS_TO_COME: dict[str, str] = {
     "regather": "pipeline",
     "schedule": "pipeline",
     "chunks": "pipeline",
     "layers_per_stage": "pipeline",
-    "sequence_parallel": "tensor",
     "context": "context",
     "balance": "context",
     "ulysses": "context",
@@ -29,7 +28,7 @@ _OPTIONS_TO_COME: dict[str, str] = {
     "recompute": "recomputation",
     "compile": "compilation",
 }
-_RULES_TO_COME = {"pp": "pipeline", "cp": "context", "tp": "tensor", "ep": "expert"}
+_RULES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert"}
 
 
 def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
@@ -41,8 +40,11 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
         if axis in _AXES_TO_COME and degree != 1
     ]  # fmt: skip
     changed = options.changed()
-    if changed.get("sequence_parallel") is False:
-        del changed["sequence_parallel"]  # what there is without tp anyway
+    if degrees.tp == 1 and options.sequence_parallel:
+        bad.append(Violation("sequence_parallel=True with tp=1", "tokens are cut over the ranks of tp, at least 2",
+                             "give tp a degree, or leave sequence_parallel at its default"))  # fmt: skip
+    if degrees.tp == 1 and options.rules.get("tp"):
+        bad.append(Violation("rules for tp with tp=1", "there is nothing to cut over 1 rank", "remove rules['tp']"))
     bad += [
         Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
         for name, what in _OPTIONS_TO_COME.items()

@@ -70,6 +70,22 @@ def test_the_ranks_of_a_mesh_hold_each_element_once(case):
     assert sorted(seen) == full.flatten().tolist()
 
 
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(2, 4))
+@settings(deadline=None, max_examples=60)
+def test_what_fsdp2_shards_after_another_axis_is_named_as_it_is_stored(length, dp, tp):
+    """F10. The inner axis cuts first, whatever the lengths; torch reads the placements of 7 on 3 x 2 otherwise."""
+    whole = torch.arange(length)
+    placements = (_StridedShard(0, split_factor=tp), Shard(0))
+    for outer, inner in itertools.product(range(dp), range(tp)):
+        stored = _part(_part(whole, tp, inner), dp, outer)
+        assert torch.equal(cut(whole, placed_slices((length,), (dp, tp), (outer, inner), placements)), stored)
+
+
+def _part(tensor, n, i):
+    parts = tensor.chunk(n) if tensor.numel() else ()
+    return parts[i] if i < len(parts) else tensor[:0]
+
+
 def test_plain_tensors_are_whole_and_partial_ones_have_no_slices():
     assert local_slices(torch.empty(3, 2)) == ((slice(0, 3),), (slice(0, 2),))
     assert whole_slices((0, 2)) == ((), (slice(0, 2),))

@@ -1,0 +1,153 @@
+"""The rules of the tensor axis for a model: what it ships, what `families/tensor.py` adds, the blocks around both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.adapters.rules import read_rules
+from dtensor_5d.errors import Violation
+from dtensor_5d.families.tensor import PROVED, TENSOR_RULES
+from dtensor_5d.plan import matches
+from dtensor_5d.plan.patterns import specificity
+
+__all__ = ["TENSOR_STYLES", "can_cut_tokens", "family_violations", "rule_of", "section_count", "tensor_rules"]
+
+# Name -> what it says of a module or a bare parameter. `packed_column/N`: N equal sections. `cut/N` cuts a bare
+# parameter along dim N.
+TENSOR_STYLES: Mapping[str, str] = {
+    "column": "outputs cut",
+    "column_kv": "outputs cut by kv heads, which neighbouring ranks share where there are fewer than ranks",
+    "packed_column": "outputs in two equal sections (gate and up), each cut",
+    "qkv": "outputs in three sections (q, k and v), each cut by heads",
+    "row": "inputs cut, outputs summed, bias once",
+    "norm_column": "an RMS norm over all heads, cut like them",
+    "norm_column_kv": "the same over kv heads",
+    "embedding": "vocabulary cut",
+    "head": "vocabulary cut",
+    "block": "input exchanged once",
+    "block_sum": "input exchanged once, output summed once",
+    "sum_output": "output summed once, of several parts",
+    "replicate_sum": "whole, used on a part: gradient summed",
+    "sequence": "whole, used on a part of the sequence: gradient summed",
+    "replicate": "whole, used on the whole",
+    "once": "whole, added on one rank",
+}
+
+# Styles that models ship and what they become here: a block sums once for all that is in it.
+_SHIPPED: Mapping[str, str | None] = {"experts_sum": None, "local": None, "latent": "replicate_sum"}
+
+
+def family_violations(
+    kind: str, decoder: Decoder, own_rules: Mapping[str, Any], sequence: bool | None
+) -> list[Violation]:
+    """A family whose rules nobody has proved, unless the user brings rules; layers that cannot run on a part."""
+    bad = []
+    if kind not in PROVED and not own_rules:
+        needs = f"tensor-parallel rules are proved for {', '.join(PROVED)}"
+        change = "use dp_shard, or give rules={'tp': {pattern: style}} for every module to cut"
+        bad.append(Violation(f"tp for the family {kind!r}", needs, change))
+    if sequence and not can_cut_tokens(decoder):
+        needs = "every layer must run once, in the order of its number, to hand on a part of the sequence"
+        bad.append(Violation("sequence_parallel=True", needs, "use sequence_parallel=False for this model"))
+    return bad
+
+
+def can_cut_tokens(decoder: Decoder) -> bool:
+    """Whether the hidden states can be cut before the first layer and joined after the last one."""
+    return decoder.in_order
+
+
+def tensor_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, sequence: bool) -> dict[str, Any]:
+    """Pattern of module or parameter names -> style. `own`: the user's, which go first."""
+    head = f"{decoder.layers}.*."
+    rules: dict[str, Any] = {decoder.embedding: "embedding"}
+    if decoder.head is not None:
+        rules[decoder.head] = "head"
+    for pattern, style in read_rules(model)["tp"].items():
+        ours = _SHIPPED.get(style, style)
+        if ours is not None and pattern.startswith(head):
+            rules[pattern] = "column_kv" if ours == "column" and pattern.endswith((".k_proj", ".v_proj")) else ours
+    names = _names(model)
+    for suffix, added in TENSOR_RULES.get(_kind(model), {}).items():
+        if any(matches(head + suffix, name) for name in names):
+            rules[head + suffix] = added
+    rules |= {_generic(name): "replicate_sum" for name in decoder.routers}
+    rules |= own
+    rules |= _adapters(model, rules)
+    rules |= {p: s for p, s in _blocks(model, decoder, rules, sequence).items() if p not in own}
+    return rules
+
+
+def rule_of(name: str, rules: Mapping[str, Any]) -> Any:
+    """The style for a name: that of the most specific pattern that fits, or None."""
+    fitting = [pattern for pattern in rules if matches(pattern, name)]
+    return rules[max(fitting, key=specificity)] if fitting else None
+
+
+def _adapters(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """LoRA around a linear layer (peft's names): the adapters follow the layout of the layer that they adapt.
+
+        column   A whole, B cut as the layer          row   A cut as the layer, B whole; both parts summed once
+    """
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        style = rule_of(name, rules)
+        if not isinstance(style, str) or "base_layer" not in dict(module.named_children()):
+            continue
+        outer = _generic(name)
+        first, second = ("row", "replicate_sum") if style == "row" else ("replicate_sum", style)
+        found |= {outer: "sum_output" if style == "row" else "block", f"{outer}.base_layer": style}
+        for below, _ in module.named_modules():
+            for piece, its in (("lora_A.", first), ("lora_B.", second)):
+                if below.startswith(piece):
+                    found[f"{outer}.{_generic(below)}"] = its
+    return found
+
+
+def section_count(style: str) -> int:
+    """Equal sections of a `packed_column` or `packed_column/N`."""
+    return int(style.partition("/")[2] or 2)
+
+
+def _blocks(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool) -> dict[str, str]:
+    """Children of the layers that have cut weights inside; under sequence parallelism also those that have none."""
+    modules = dict(model.named_modules())
+    found: dict[str, dict[int, str]] = {}
+    for number in range(decoder.n_layers):
+        layer = decoder.layer(number)
+        for child, module in modules[layer].named_children():
+            name = f"{layer}.{child}"
+            inside = [n for n in _names(module, name) if n != name]
+            if any(_cuts(rule_of(n, rules)) for n in inside):
+                experts = any(e == name or e.startswith(name + ".") for e in (*decoder.experts, *decoder.other_experts))
+                found.setdefault(child, {})[number] = "block_sum" if experts else "block"
+            elif sequence and rule_of(name, rules) is None and any(True for _ in module.parameters()):
+                found.setdefault(child, {})[number] = "sequence"
+    blocks: dict[str, str] = {}
+    for child, by_layer in found.items():
+        if len(by_layer) == decoder.n_layers and len(set(by_layer.values())) == 1:
+            blocks[f"{decoder.layers}.*.{child}"] = by_layer[0]
+        else:
+            blocks |= {f"{decoder.layer(number)}.{child}": style for number, style in by_layer.items()}
+    return blocks
+
+
+def _cuts(style: Any) -> bool:
+    return style is not None and style not in ("replicate", "replicate_sum", "sequence")
+
+
+def _names(module: nn.Module, prefix: str = "") -> list[str]:
+    return [n for n, _ in module.named_modules(prefix=prefix)] + [n for n, _ in module.named_parameters(prefix=prefix)]
+
+
+def _kind(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,1 @@
+"""The expert axis: where tokens go (`route`), how (`transport`, `dispatch`, `variants`), what experts do."""

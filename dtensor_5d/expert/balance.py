@@ -1,0 +1,85 @@
+"""Keeping experts evenly loaded: counts, the auxiliary loss as Hugging Face defines it, the bias update without one.
+
+All of them count over *all* data ranks (dp_replicate x dp_shard x cp, and tp where it cuts tokens): give the group
+`mesh["loss"].get_group()`. Padding is no load. Letters: T tokens, K choices, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_5d.ops import all_reduce_identity
+from dtensor_5d.ops.exchange import total
+
+__all__ = ["expert_load", "load_balancing_loss", "update_bias"]
+
+
+def expert_load(index: Tensor, experts: int, counts: Tensor | None = None) -> Tensor:
+    """[E] int64: how many tokens of this rank chose each expert.
+
+    index [.., K]; counts [..], bool or 0/1: which tokens are no padding (None: all).
+
+    Example:
+        >>> expert_load(torch.tensor([[0, 2], [0, 1]]), 3, torch.tensor([True, False]))
+        tensor([1, 0, 1])
+    """
+    if counts is not None:
+        index = index[counts.bool()]
+    return torch.bincount(index.reshape(-1), minlength=experts)
+
+
+def update_bias(bias: Tensor, load: Tensor, rate: float, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    """The router's correction bias after a window, in place: b += rate sign(mean load - load), then its mean to 0.
+
+    bias, load [E]: what this rank's tokens of the whole window (all micro-batches) chose; it is summed over `groups`,
+    so that every rank takes the same step. Once per optimizer step, after it. A constant changes no choice, and the
+    mean is kept at 0 so that none builds up. Rule: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+
+    Errors: ValueError where the sizes differ.
+    """
+    if bias.shape != load.shape:
+        raise ValueError(f"a bias of {tuple(bias.shape)} and a load of {tuple(load.shape)}: one number for each expert")
+    load = load.double()
+    for group in groups:
+        load = total(load, group)
+    with torch.no_grad():
+        step = rate * torch.sign(load.mean() - load)
+        updated = bias.double() + step
+        return bias.copy_(updated - updated.mean())
+
+
+def load_balancing_loss(
+    logits: Sequence[Tensor], top_k: int, *, group: dist.ProcessGroup | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The auxiliary loss of one micro-batch of all data ranks: E sum over e of f_e p_e, the same on each.
+
+    logits: of each layer, [T, E]; f_e: the mean over tokens and layers of how often e was chosen, p_e: the mean of its
+    probability; both over all ranks of `group`. mask [T] or [B, S]: 1 for tokens, 0 for padding.
+
+    Gradients are those of this rank's own tokens: sum them over ranks (contract C1), as for any other loss. To be added
+    once per micro-batch, times the model's `router_aux_loss_coef`. Formula: Switch Transformer, arXiv:2101.03961, (4)
+    to (6), in the form of transformers' `load_balancing_loss_func`, which one process would compute. No token anywhere:
+    0.
+    """
+    chosen: list[Tensor] = []
+    shares: list[Tensor] = []
+    weight = None if mask is None else mask.reshape(-1).to(torch.float32)
+    for layer in logits:
+        probability = torch.softmax(layer, -1).float()
+        picked = torch.zeros_like(probability).scatter_(1, probability.topk(top_k, -1).indices, 1.0)
+        if weight is not None:
+            picked, probability = picked * weight.unsqueeze(1), probability * weight.unsqueeze(1)
+        chosen.append(picked.sum(0))
+        shares.append(probability.sum(0))
+    rows = weight.sum() if weight is not None else logits[0].new_tensor(float(logits[0].size(0)), dtype=torch.float32)
+    sums = torch.stack([torch.stack(chosen).sum(0).detach(), torch.stack(shares).sum(0)])
+    count = rows.detach() * len(logits)
+    if group is not None:
+        sums = all_reduce_identity(sums, group)
+        count = total(count.reshape(1), group)[0]
+    fraction, probability = (sums / count.clamp_min(1.0)).unbind()
+    return logits[0].size(1) * (fraction * probability).sum()

@@ -1,0 +1,184 @@
+"""`ExpertParallel`: the experts of a Hugging Face mixture of experts, some on each rank, tokens brought to them.
+
+    parallelize_module(model, mesh["ep"], {"model.layers.*.mlp.experts": ExpertParallel()})
+
+Only the experts' forward (tokens, indices, weights) is replaced: routers, shared experts and group-limited selection
+stay the model's own, so a family needs no code here. Where the experts take no indices (llama4), name the block around
+router and experts instead (`"model.layers.*.feed_forward"`). The ranks of the axis each have tokens of their own;
+expert gradients are sums over the tokens of all of them, and nothing averages (contracts C1, C6).
+
+Letters: T tokens, K choices, E experts, M model size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.compute import ExpertForm, compute_experts, form_of
+from dtensor_5d.expert.keep import keep_routing
+from dtensor_5d.expert.place import check_experts, cut_experts
+from dtensor_5d.expert.transport import TRANSPORTS, Buffers, Transport
+from dtensor_5d.expert.variants import AllGatherDispatch, AllToAllDispatch, Dispatch, TwoStepDispatch
+from dtensor_5d.ops import WeightGradients, all_gather_split, split_all_gather
+
+__all__ = ["ExpertParallel"]
+
+DISPATCHES = ("all_to_all", "all_gather", "two_step")
+
+
+class ExpertParallel(ParallelStyle):
+    """Cuts fused experts over the axis and brings them their tokens.
+
+    dispatch: "all_to_all", "all_gather" or "two_step" (see `variants`), or a function that takes the group and the
+    number of experts and returns a `Dispatch`. transport: "auto", "all_to_all", "direct", or a `Transport`. capacity:
+    the share of an equal load that an expert takes at most, the rest is dropped by rank and token; None drops nothing.
+    ranks_per_node: neighbouring ranks of the axis that share a node, for two_step. same_tokens: an axis whose ranks
+    hold the same tokens (tensor parallel): each sends its part of them. store: where weight gradients wait.
+
+    One style for all layers shares the memory for rows on their way. Errors: PlanError for a dense module, experts that
+    the axis does not divide, unknown options.
+    """
+
+    def __init__(
+        self, *, dispatch: str | Callable[[dist.ProcessGroup, int], Dispatch] = "all_to_all",
+        transport: str | Transport = "auto", capacity: float | None = None, ranks_per_node: int | None = None,
+        same_tokens: DeviceMesh | None = None, store: WeightGradients | None = None,
+    ) -> None:  # fmt: skip
+        problems = []
+        if isinstance(dispatch, str) and dispatch not in DISPATCHES:
+            problems.append(Violation(f"dispatch={dispatch!r}", f"must be one of {list(DISPATCHES)}", "choose one"))
+        if isinstance(transport, str) and transport not in TRANSPORTS:
+            problems.append(Violation(f"transport={transport!r}", f"must be one of {list(TRANSPORTS)}", "choose one"))
+        if capacity is not None and (not capacity > 0 or dispatch not in ("all_to_all", "all_gather")):
+            needs = "must be > 0, and dispatch all_to_all or all_gather"
+            asked = f"capacity={capacity} with dispatch={dispatch!r}"
+            problems.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
+        if dispatch == "two_step" and not ranks_per_node:
+            asked = f"dispatch='two_step' with ranks_per_node={ranks_per_node}"
+            problems.append(Violation(asked, "must say how many ranks share a node", "give ranks_per_node"))
+        if problems:
+            raise PlanError(problems)
+        self.dispatch, self.capacity, self.ranks_per_node = dispatch, capacity, ranks_per_node
+        self.transport = TRANSPORTS[transport] if isinstance(transport, str) else transport
+        self.same_tokens, self.store = same_tokens, store
+        self.buffers = Buffers()
+        self._steps: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts, is_block = _experts_in(module)
+        form = form_of(experts)
+        count = check_experts(experts, form, device_mesh.size(), type(experts).__name__)
+        bring = self._bring(device_mesh.get_group(), count)
+        cut_experts(experts, form, device_mesh)
+        routed = _Routed(experts, form, bring, self.same_tokens, self.store)
+        module.forward = _ScaledInput(module, routed) if is_block else routed
+        return module
+
+    def _bring(self, group: dist.ProcessGroup, experts: int) -> Dispatch:
+        if not isinstance(self.dispatch, str):
+            return self.dispatch(group, experts)
+        if self.dispatch == "all_gather":
+            return AllGatherDispatch(group, experts, self.transport, self.buffers, self.capacity)
+        if self.dispatch == "all_to_all" or self.ranks_per_node is None:
+            return AllToAllDispatch(group, experts, self.transport, self.buffers, self.capacity)
+        if group not in self._steps:
+            self._steps[group] = _two_steps(group, self.ranks_per_node)
+        return TwoStepDispatch(group, *self._steps[group], experts, self.transport, self.buffers)
+
+
+class _Routed:
+    """The experts' forward: tokens, indices and weights of this rank -> what the experts of all ranks make of them."""
+
+    def __init__(
+        self, experts: nn.Module, form: ExpertForm, bring: Dispatch, same_tokens: DeviceMesh | None,
+        store: WeightGradients | None,
+    ) -> None:  # fmt: skip
+        self.experts, self.form, self.bring, self.store = experts, form, bring, store
+        self.shared = None if same_tokens is None or same_tokens.size() == 1 else same_tokens.get_group()
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden [.., M], index [.., K], weights [.., K] -> like hidden."""
+        hidden, choices = hidden_states.reshape(-1, hidden_states.size(-1)), top_k_index.size(-1)
+        index, weights = keep_routing(top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices))
+        group, sizes = self.shared, None
+        if group is not None:
+            sizes = _parts(hidden.size(0), group.size())
+            hidden = split_all_gather(hidden, group, 0, sizes)
+            weights = split_all_gather(weights, group, 0, sizes)
+            index = index.split(sizes)[group.rank()]
+        out = self.bring(hidden, index, weights, self._compute).to(hidden_states.dtype)
+        if group is not None:
+            out = all_gather_split(out, group, 0, sizes)
+        return out.view_as(hidden_states)
+
+    def _compute(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return compute_experts(self.experts, self.form, rows, ends, self.store)
+
+
+class _ScaledInput:
+    """The forward of a block whose scores scale the experts' input (llama4): (out [T, M], router logits).
+
+    The model runs all experts on all tokens, those not chosen on zeros; without biases they yield zeros, so that only
+    the chosen ones need run. Each pair becomes a token of its own with the weight 1.
+    """
+
+    def __init__(self, block: nn.Module, routed: _Routed) -> None:
+        self.block, self.routed = block, routed
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        block: Any = self.block
+        hidden = hidden_states.reshape(-1, hidden_states.size(-1))
+        scores, logits = block.router(hidden)
+        index = logits.topk(block.top_k, dim=1).indices
+        index, weights = keep_routing(index, scores.gather(1, index))
+        scaled = (hidden.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1)
+        made = self.routed(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
+        return block.shared_expert(hidden) + made.view(*index.shape, -1).sum(1), logits
+
+
+def _experts_in(module: nn.Module) -> tuple[nn.Module, bool]:
+    """The experts, and whether `module` is the block around them (experts that take no indices)."""
+    children = dict(module.named_children())
+    if {"router", "experts", "shared_expert"} <= set(children) and hasattr(module, "top_k"):
+        return children["experts"], True
+    if module._parameters.get("gate_up_proj") is not None and not hasattr(type(module), "_apply_gate"):
+        raise PlanError(
+            Violation(f"ExpertParallel on {type(module).__name__}", "its forward takes no router indices",
+                      "name the block around router and experts instead")
+        )  # fmt: skip
+    return module, False
+
+
+def _two_steps(group: dist.ProcessGroup, lanes: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ranks of this lane on all nodes, and the ranks of this node."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) % lanes:
+        legal = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
+        raise PlanError(
+            Violation(f"dispatch='two_step' with ranks_per_node={lanes} for ep={len(ranks)}",
+                      f"must divide the {len(ranks)} ranks of ep", f"use ranks_per_node {legal}, or all_to_all")
+        )  # fmt: skip
+    node, lane = divmod(group.rank(), lanes)
+    across, inside = ranks[lane::lanes], ranks[node * lanes : (node + 1) * lanes]
+    # Only the members take part: other groups of the axis do the same at the same time.
+    return tuple(
+        dist.new_group(part, use_local_synchronization=True, group_desc=f"ep_{name}")
+        for part, name in ((across, "across"), (inside, "inside"))
+    )  # type: ignore[return-value]  # mypy does not count a generator's items
+
+
+def _parts(length: int, ranks: int) -> list[int]:
+    """As even as can be, the first ones longer.
+
+    Example:
+        >>> _parts(7, 4)
+        [2, 2, 2, 1]
+    """
+    return [length // ranks + (rank < length % ranks) for rank in range(ranks)]

@@ -1,0 +1,94 @@
+"""Tensor-parallel rules that families do not ship, as data, and which families are proved.
+
+Rules are relative to a decoder layer. What a family ships (`adapters/rules.py`) stands below these: an entry here
+replaces it. `tests/tensor/test_parity.py` trains every family of `PROVED` and compares every gradient with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["PROVED", "TENSOR_RULES"]
+
+_QKV = {
+    "self_attn.q_proj": "column",
+    "self_attn.k_proj": "column_kv",
+    "self_attn.v_proj": "column_kv",
+    "self_attn.o_proj": "row",
+}
+# Shipped plans gather q, k and v for these norms over all heads; a norm over cut heads needs one number a token.
+_NORMED = {**_QKV, "self_attn.q_norm": "norm_column", "self_attn.k_norm": "norm_column_kv"}
+_GATED = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
+# Shipped plans gather the halves, which are stored one after the other.
+_PACKED = {"mlp.gate_up_proj": "packed_column", "mlp.down_proj": "row"}
+_LATENT = {
+    "self_attn.q_proj": "column",
+    "self_attn.q_a_proj": "replicate_sum",
+    "self_attn.q_a_layernorm": "replicate_sum",
+    "self_attn.q_b_proj": "column",
+    "self_attn.kv_a_proj_with_mqa": "replicate_sum",
+    "self_attn.kv_a_layernorm": "replicate_sum",
+    "self_attn.kv_b_proj": "column",
+    "self_attn.o_proj": "row",
+}
+
+def _shared(name: str) -> dict[str, str]:
+    """Shared experts that a shipped plan leaves whole."""
+    return {f"mlp.{name}.gate_proj": "column", f"mlp.{name}.up_proj": "column", f"mlp.{name}.down_proj": "row"}
+
+
+_HUNYUAN = {
+    **_QKV,
+    "self_attn.query_layernorm": "replicate_sum",
+    "self_attn.key_layernorm": "replicate_sum",
+}
+
+TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {"attn.c_attn": "packed_column/3", "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
+        "opt": {
+            "self_attn.q_proj": "column",
+            "self_attn.k_proj": "column",
+            "self_attn.v_proj": "column",
+            "self_attn.out_proj": "row",
+            "fc1": "column",
+            "fc2": "row",
+        },
+        "stablelm": {**_QKV, **_GATED},
+        "phi3": {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "row", **_PACKED},
+        "glm": _PACKED,
+        "glm4": _PACKED,
+        "olmo2": _NORMED,
+        "olmo3": _NORMED,
+        "olmoe": _NORMED,
+        "flex_olmo": _NORMED,
+        "minimax_m2": _NORMED,
+        "qwen2_moe": {**_shared("shared_expert"), "mlp.shared_expert_gate": "replicate_sum"},
+        "deepseek_v2": _LATENT,
+        "deepseek_v3": _LATENT,
+        "glm4_moe_lite": {**_LATENT, **_shared("shared_experts")},
+        "solar_open": _shared("shared_experts"),
+        "hunyuan_v1_dense": {**_HUNYUAN, **_GATED},
+        "hunyuan_v1_moe": {**_HUNYUAN, **_shared("shared_mlp")},
+        "apertus": {"mlp.act_fn": "replicate_sum"},  # an activation with weights
+        # Gate and up alternate along the last dim, so a contiguous half has whole pairs.
+        "gpt_oss": {
+            **_QKV,
+            "self_attn.sinks": "cut/0",
+            "mlp.experts.gate_up_proj": "cut/2",
+            "mlp.experts.gate_up_proj_bias": "cut/1",
+            "mlp.experts.down_proj": "cut/1",
+            "mlp.experts.down_proj_bias": "once",
+        },
+    }
+)
+
+PROVED = (
+    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
+    "gpt_neox", "gpt_oss", "granite", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama",
+    "minimax_m2", "ministral", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma",
+)  # fmt: skip

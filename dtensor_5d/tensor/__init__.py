@@ -1,0 +1,23 @@
+"""The tensor axis: weights cut inside a layer, tokens cut between blocks, a cut vocabulary.
+
+The styles work alone, with torch's `parallelize_module`; `apply.py` puts them where the rules of a plan say.
+"""
+
+from dtensor_5d.tensor.style import (
+    BlockInput,
+    BlockOutput,
+    ColwiseParallel,
+    CutParameters,
+    HeadParallel,
+    NormParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    SumOutput,
+    VocabularyEmbedding,
+    WholeParameters,
+)
+
+__all__ = [
+    "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
+    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters",
+]  # fmt: skip

@@ -1,0 +1,73 @@
+"""Where a rank's part and the whole meet: at the input and the output of attention and MLP, and around the layers.
+
+                    tokens whole (replicated)               tokens cut (sequence parallel)
+    into a block    as it is        <- sum of gradients     all-gather      <- reduce-scatter
+    out of a block  all-reduce      <- as it is             reduce-scatter  <- all-gather
+    first layer     as it is                                own part        <- all-gather
+    last layer      as it is                                all-gather      <- own part
+
+Inside a block every gradient is a summand: one exchange at its input serves all its projections, and whatever
+parameter stays whole in there has its gradient summed. The tokens are whole before the first layer and after the last
+one, so masks, positions and rotary tables are those of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_5d.ops import (
+    all_gather_reduce_scatter,
+    all_gather_split,
+    all_reduce_identity,
+    identity_all_reduce,
+    reduce_scatter_all_gather,
+    split_all_gather,
+)
+from dtensor_5d.random import draw_seed, switch_stream
+from dtensor_5d.tensor.interpose import map_hidden, map_output
+from dtensor_5d.tensor.state import TensorState
+
+__all__ = ["cut_between", "into_block", "out_of_block"]
+
+
+def into_block(x: Tensor, state: TensorState) -> Tensor:
+    """x [B, S, M] or [B S, M] of which this rank computes a summand from here on."""
+    if not state.sequence:
+        return identity_all_reduce(x, state.group)
+    return all_gather_reduce_scatter(x, state.group, _tokens(x))
+
+
+def out_of_block(x: Tensor, state: TensorState) -> Tensor:
+    """The sum of the ranks' x, always a fresh tensor: what follows may write into it."""
+    if not state.sequence:
+        return all_reduce_identity(x, state.group)
+    return reduce_scatter_all_gather(x, state.group, _tokens(x))
+
+
+def cut_between(layers: list[nn.Module], state: TensorState) -> None:
+    """Cuts the tokens before the first of these layers and joins them after the last one."""
+    saved: list[Any] = []
+
+    def cut(x: Tensor) -> Tensor:
+        if state.draws and layers[0].training:  # other tokens, other dropout
+            state.seed = draw_seed(x.device)
+            saved.append(switch_stream(x.device, "tokens", state.seed, state.rank))
+        return split_all_gather(x, state.group, _tokens(x))
+
+    def join(x: Tensor) -> Tensor:
+        if saved:
+            saved.pop().restore()
+        return all_gather_split(x, state.group, _tokens(x))
+
+    change_input, change_output = map_hidden(cut), map_output(join)
+    layers[0].register_forward_pre_hook(lambda _, args, kwargs: change_input(args, kwargs), with_kwargs=True)
+    layers[-1].register_forward_hook(lambda _, args, out: change_output(out))
+
+
+def _tokens(x: Tensor) -> int:
+    """The dim of the tokens. A few families flatten [B, S, M] before their MLP: rank by rank, and back the same way."""
+    assert x.dim() in (2, 3) and torch.is_floating_point(x), x.shape
+    return x.dim() - 2
