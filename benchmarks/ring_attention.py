@@ -94,13 +94,13 @@ def start(rank: int, port: int) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def speed(rank: int, port: int, length: int, queue) -> None:
+def speed(rank: int, port: int, length: int, repeats: int, queue) -> None:
     group = start(rank, port)
     scopes = {name: Scope(group, (make_order("zigzag", length, CP),), strategy=name) for name in STRATEGIES}
     steps = {name: step_of(scope, length) for name, scope in scopes.items()}
     steps["contiguous"] = step_of(Scope(group, (make_order("none", length, CP),)), length)
     steps["limit"] = limit_of(length)
-    found = interleaved(steps, REPEATS.get(length, 3))
+    found = interleaved(steps, repeats)
     if rank == 0:
         queue.put(found)
     dist.destroy_process_group()
@@ -160,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(REPEATS))
+    parser.add_argument("--repeats", type=int, help="runs of each kind; by default fewer the longer they are")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--part", default="all", choices=["all", "speed", "memory", "simulate"])
     options = parser.parse_args()
@@ -179,7 +180,7 @@ def main() -> None:
         heads = [f"{name} s" for name in names] + [f"{a} {b}" for a in ("limit", "contiguous") for b in ("wall", "CPU")]
         print(f"{'S':>7}" + "".join(f"{head:>16}" for head in heads))
         for length in options.lengths:
-            row = {"length": length, **on_ranks(speed, length)}
+            row = {"length": length, **on_ranks(speed, length, options.repeats or REPEATS.get(length, 3))}
             rows.append(row)
             ratios = [row[name][clock] / row["ring"][clock] for name in ("limit", "contiguous") for clock in (0, 1)]
             print(f"{length:7}" + "".join(f"{x:16.3f}" for x in [*(row[n][0] for n in names), *ratios]), flush=True)
