@@ -21,12 +21,14 @@ from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
 from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
+from dtensor_5d.engine import Loop
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
 from dtensor_5d.random import RandomStreams, stream_seed
+from dtensor_5d.reading import Reader
 from dtensor_5d.run import Parts, Run
 from dtensor_5d.tensor.apply import apply_rules
 from dtensor_5d.tensor.check import tensor_violations
@@ -80,13 +82,16 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         )
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
+    data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
+    batches = _batch_rules(model, decoder, multiple=mesh.degrees.tp if sequence else 1)
+    engine = Loop(model, decoder, data, streams, mesh.device, multiple=batches.multiple, tensor=tensor)
     parts = Parts(
         decoder=decoder,
-        batch_rules=_batch_rules(model, decoder, multiple=mesh.degrees.tp if sequence else 1),
+        reader=Reader(mesh, batches, agreement, options.microbatches),
+        engine=engine,
+        data=data,
         tensor=tensor,
-        data=DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce)),
         agreement=agreement,
-        streams=streams,
     )
     return Run(model, plan, mesh, parts)
 

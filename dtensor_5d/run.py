@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +14,21 @@ from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
-from dtensor_5d.batch import BatchRules, MicroBatch, cut_window, fingerprint
 from dtensor_5d.checkpoint import pretrained
 from dtensor_5d.checkpoint.gather import whole
-from dtensor_5d.chunked import loss_sum, pending_logits, tokens_at_a_time
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
+from dtensor_5d.engine import Engine
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.loss import LossFunction, nothing
+from dtensor_5d.loss import LossFunction
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
-from dtensor_5d.random import RandomStreams
+from dtensor_5d.reading import Batch, Reader
 from dtensor_5d.sections import sections_of
 from dtensor_5d.tensor.compare import first_difference
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = ["Run"]
-
-Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,11 @@ class Parts:
     """What `parallelize` found out and made on the way, for `Run` to work with."""
 
     decoder: Decoder
-    batch_rules: BatchRules
+    reader: Reader
+    engine: Engine
     data: DataParallel
     tensor: TensorState | None
     agreement: Agreement
-    streams: RandomStreams
 
 
 class Run:
@@ -60,7 +56,7 @@ class Run:
         self.mesh = mesh
         self.data_rank: int = mesh.data_rank
         self.data_size: int = mesh.data_size
-        self.sequence_multiple = parts.batch_rules.multiple
+        self.sequence_multiple = parts.reader.rules.multiple
         self._parts = parts
         self._source: str | Path | None = None
         self._windows = 0
@@ -80,30 +76,20 @@ class Run:
         """
         self._require_weights("step")
         self._require_gradients()
-        window, most, tokens = self._agreed(batch, need_labels=True)
-        if tokens == 0:
+        window = self._parts.reader.window(batch, need_labels=True)
+        if window.tokens == 0:
             what = (
                 "no supervised token in this window (every label that is predicted is -100): loss and gradients are 0"
             )
             warnings.warn(what, stacklevel=2)
-        device = self._device
-        window += [MicroBatch.missing(device)] * (most - len(window))
         if not self.model.training:
             self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        problems: list[Exception] = []
-        with self._window():
-            for number, micro in enumerate(window):
-                self._parts.data.micro_batch(is_last=number + 1 == most)
-                with self._parts.streams.of(self._windows, number):
-                    part = self._loss_of(micro, loss, tokens, problems)
-                    part.backward()
-                total += part.detach()
+        done = self._parts.engine.train(window.micro, self._windows, window.tokens, loss)
         if loss is not None:  # a loss that failed on one rank left it in step with the others until here
-            self._parts.agreement.check(problems[0] if problems else None)
+            self._parts.agreement.check(done.problem)
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
-        return self._summed(total).to(torch.promote_types(self._dtype, torch.float32))
+        return self._summed(done.loss).to(torch.promote_types(self._dtype, torch.float32))
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, replicas counted once: a 0-dim tensor, the same on all ranks."""
@@ -128,15 +114,10 @@ class Run:
         self._require_weights("evaluate")
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         count = 0
-        source = _each(batches)
         with self._looking():
-            while True:
-                window, most, tokens, more = self._next_batch(source)
-                if not more:
-                    break
-                count += tokens
-                for micro in window + [MicroBatch.missing(self._device)] * (most - len(window)):
-                    total += self._loss_of(micro, None, 1, []).detach()
+            for window in self._parts.reader.windows(batches):
+                count += window.tokens
+                total += self._parts.engine.loss_sum(window.micro)
         return (self._summed(total).item() / count if count else 0.0), count
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -145,10 +126,9 @@ class Run:
         Eval mode, no gradients, the mode is restored; `microbatches` is ignored; labels are not needed.
         """
         self._require_weights("logits")
-        window, _, _ = self._agreed(batch, need_labels=False, parts=1)
+        micro = self._parts.reader.window(batch, need_labels=False, parts=1).micro[0]
         with self._looking():
-            micro = window[0]
-            out = self._forward(micro)
+            out = self._parts.engine.logits(micro)
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
         return out[:, : micro.length]
@@ -158,11 +138,11 @@ class Run:
 
         Compared is what every rank of tp has whole. None: there is no difference (or no such axis).
         """
-        window, _, _ = self._agreed(batch, need_labels=False, parts=1)
+        micro = self._parts.reader.window(batch, need_labels=False, parts=1).micro[0]
         if self._parts.tensor is None:
             return None
         with self._looking():
-            return first_difference(self.model, self._parts.tensor, window[0].runnable(self.sequence_multiple))
+            return first_difference(self.model, self._parts.tensor, micro.runnable(self.sequence_multiple))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""
@@ -216,105 +196,6 @@ class Run:
     def _device(self) -> torch.device:
         return self.mesh.device
 
-    def _agreed(
-        self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None
-    ) -> tuple[list[MicroBatch], int, int]:
-        """This rank's micro-batches, the largest number of them on any rank, supervised tokens of all ranks."""
-        window: list[MicroBatch] = []
-        error: Exception | None = None
-        try:
-            window = self._cut(batch, need_labels, parts)
-        except Exception as problem:
-            error = problem
-        every = self._exchanged(error, window)
-        return window, max(row[0] for row in every), self._tokens(every)
-
-    def _next_batch(self, source: Iterator[Batch]) -> tuple[list[MicroBatch], int, int, bool]:
-        window: list[MicroBatch] = []
-        error: Exception | None = None
-        more = True
-        try:
-            batch = next(source, None)
-            more = batch is not None
-            window = self._cut(batch, True, None) if batch is not None else []
-        except Exception as problem:
-            error = problem
-        every = self._exchanged(error, window, int(more))
-        return window, max(row[0] for row in every), self._tokens(every), any(row[3] for row in every)
-
-    def _exchanged(self, error: Exception | None, window: list[MicroBatch], *more: int) -> list[list[int]]:
-        """By rank: micro-batches, supervised tokens, what the batch is, `more`. Errors: `PlanError` on every rank
-        where ranks that must read the same batch do not."""
-        peers = self.mesh.world_size // self.data_size
-        what = fingerprint(window) if peers > 1 else 0
-        every = self._parts.agreement.check(error, len(window), sum(m.tokens for m in window), what, *more)
-        share = self.mesh.axes["data"].index
-        first = {share(rank): rank for rank in reversed(range(len(every)))}
-        for rank, row in enumerate(every):
-            other = first[share(rank)]
-            if row != every[other]:
-                raise PlanError(
-                    Violation(f"other rows on rank {rank} than on rank {other}",
-                              f"both have data_rank {share(rank)} of {self.data_size}: they must read the same batch",
-                              "read the rows of run.data_rank, not of the process's rank")
-                )  # fmt: skip
-        return every
-
-    def _tokens(self, every: list[list[int]]) -> int:
-        """Supervised tokens of all ranks, those of ranks that read the same rows once."""
-        share = self.mesh.axes["data"].index
-        return sum({share(rank): row[1] for rank, row in enumerate(every)}.values())
-
-    def _cut(self, batch: Batch | Sequence[Batch], need_labels: bool, parts: int | None) -> list[MicroBatch]:
-        return cut_window(
-            batch,
-            parts or self.plan.options.microbatches,
-            self._parts.batch_rules,
-            self._device,
-            need_labels=need_labels,
-        )
-
-    def _forward(self, micro: MicroBatch) -> torch.Tensor:
-        # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
-        inputs = micro.runnable(self.sequence_multiple)
-        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
-        return logits
-
-    def _loss_of(
-        self, micro: MicroBatch, loss: LossFunction | None, tokens: int, problems: list[Exception]
-    ) -> torch.Tensor:
-        """This micro-batch's part of the global mean; what the user's loss raises is put into `problems`."""
-        if loss is None:
-            return self._cross_entropy(micro) / max(tokens, 1)
-        logits = self._forward(micro)
-        if micro.tokens == 0 or micro.labels is None:
-            return nothing(logits)
-        try:
-            value = loss(logits, micro.labels)
-            if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
-                asked = f"a loss function that returned {value!r}"
-                needs = "must return a 0-dim tensor that depends on the logits"
-                raise PlanError(Violation(asked, needs, "return the sum over supervised tokens"))
-            return value / tokens
-        except Exception as problem:
-            problems.append(problem)
-            return nothing(logits)
-
-    def _cross_entropy(self, micro: MicroBatch) -> torch.Tensor:
-        """The sum over supervised tokens, chunk by chunk where there are many, over the rank's own columns under tp."""
-        chunk, head = tokens_at_a_time(self._device), self._parts.decoder.head
-        with ExitStack() as stack:
-            vocab = None
-            if self._parts.tensor is not None:
-                vocab = stack.enter_context(self._parts.tensor.cut_logits())
-            if head is not None and micro.labels is not None and micro.labels.numel() > chunk:
-                stack.enter_context(pending_logits(self.model.get_submodule(head)))
-            logits = self._forward(micro)
-            if micro.labels is None or micro.is_empty:
-                return nothing(logits)
-            # Inside: chunk by chunk, the head runs again.
-            return loss_sum(logits, micro.labels, chunk, vocab=vocab)
-
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]
         if group.size() > 1:
@@ -322,24 +203,11 @@ class Run:
         return value
 
     @contextmanager
-    def _window(self) -> Iterator[None]:
-        data, tensor = self._parts.data, self._parts.tensor
-        if tensor is None:
-            with data.window():
-                yield
-            return
-        data.reshard()  # names lead to stored gradients, here and where they are summed
-        with tensor.window():
-            with data.window():
-                yield
-            data.reshard()
-
-    @contextmanager
     def _looking(self) -> Iterator[None]:
         modes = [module.training for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._parts.data.forward_only():
+            with torch.no_grad(), self._parts.engine.forward_only():
                 yield
         finally:
             for module, mode in zip(self.model.modules(), modes):
@@ -368,7 +236,3 @@ class Run:
                 Violation(f"run.{what} of a model on meta", "weights must be there first",
                           "call run.load_pretrained(folder) or run.init_weights(seed)")
             )  # fmt: skip
-
-
-def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
-    yield from batches  # what is wrong with them shows at the first next(), where all ranks hear of it
