@@ -3,10 +3,12 @@
  1. Check everything that can be known without a collective; then let all ranks agree that they got here.
  2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
  3. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
- 4. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken.
- 5. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
+ 4. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
+ 5. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
+    of what is recomputed.
+ 6. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
 
-The other axes join before 4 as their issues land: experts, context, recomputation (DESIGN section 7).
+The other axes join before 4 as their issues land: experts, context (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
 from dtensor_5d.random import RandomStreams, stream_seed
 from dtensor_5d.reading import Reader
+from dtensor_5d.recompute import recompute_layers
 from dtensor_5d.run import Parts, Run
 from dtensor_5d.tensor.apply import apply_rules
 from dtensor_5d.tensor.check import tensor_violations
@@ -69,6 +72,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
+    recompute_layers(list(model.get_submodule(decoder.layers).children()), options.recompute)
     if mesh.degrees.dp_replicate * mesh.degrees.fsdp > 1 or options.precision is not None:
         shard(
             model,

@@ -25,7 +25,6 @@ _OPTIONS_TO_COME: dict[str, str] = {
     "dispatch": "expert",
     "capacity": "expert",
     "float8": "float8",
-    "recompute": "recomputation",
     "compile": "compilation",
 }
 _RULES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert"}
