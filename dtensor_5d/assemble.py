@@ -2,13 +2,14 @@
 
  1. Check everything that can be known without a collective; then let all ranks agree that they got here.
  2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
- 3. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
- 4. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
- 5. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
+ 3. Experts: parameters become DTensors of ep (and etp). Before the tensor axis, which leaves them alone then.
+ 4. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
+ 5. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
+ 6. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
     of what is recomputed.
- 6. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
+ 7. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
 
-The other axes join before 4 as their issues land: experts, context (DESIGN section 7).
+The other axes join before 5 as their issues land: context (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
+from dtensor_5d.adapters.expert_rules import cuts_experts
 from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
+from dtensor_5d.degrees import Degrees
 from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
 from dtensor_5d.engine import Loop
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.apply import apply_rules as apply_expert_rules
+from dtensor_5d.expert.check import expert_violations
+from dtensor_5d.expert.keep import is_routing
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan, built_violations
@@ -68,21 +75,35 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     options = plan.options.settled(plan.degrees.pp)
     streams = RandomStreams(model, mesh.data_rank, mesh.device)
     apply_stored_dtype(model, options.precision)
-    tensor = None
+    tensor = experts = None
+    apart = cuts_experts(mesh.degrees)
     sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
+    if apart:
+        experts = apply_expert_rules(
+            model,
+            plan.rules["ep"],
+            mesh["ep", "etp"] if mesh.degrees.etp > 1 else mesh["ep"],
+            dispatch=options.dispatch,
+            capacity=options.capacity,
+            same_tokens=mesh["tp"] if not sequence else None,
+            lanes=mesh.lanes("ep"),
+        )
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
-    recompute_layers(list(model.get_submodule(decoder.layers).children()), options.recompute)
-    if mesh.degrees.dp_replicate * mesh.degrees.fsdp > 1 or options.precision is not None:
+    recompute_layers(
+        list(model.get_submodule(decoder.layers).children()), options.recompute, is_routing if apart else None
+    )
+    if _has_shards(mesh.degrees, apart) or options.precision is not None:
         shard(
             model,
-            mesh["dp_replicate", "fsdp"] if mesh.degrees.dp_replicate > 1 else mesh["fsdp"],
+            _with_replicas(mesh, "fsdp"),
             plan.rules.get("dp", {}),
             zero=options.zero,
             precision=compute_dtype(options.precision),
             fp32_modules=decoder.fp32_modules,
             embedding=decoder.embedding,
             layers=decoder.layers,
+            expert_mesh=_with_replicas(mesh, "efsdp") if apart else None,
         )
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
@@ -95,6 +116,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         engine=engine,
         data=data,
         tensor=tensor,
+        experts=experts,
         agreement=agreement,
     )
     return Run(model, plan, mesh, parts)
@@ -111,6 +133,9 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         if resolved != mesh.degrees:
             asked = f"a plan for {plan.degrees} on a mesh of {mesh.degrees}"
             bad.append(Violation(asked, "both must have the same degrees", "build the mesh from plan.degrees"))
+    if plan.options.dispatch == "two_step" and mesh.ranks_per_node is None:
+        asked, needs = "dispatch='two_step'", "the mesh must know how many ranks share a node"
+        bad.append(Violation(asked, needs, "give build_mesh(..., ranks_per_node=n), or use dispatch='all_to_all'"))
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         bad.append(
@@ -139,12 +164,24 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
     return decoder
 
 
+def _with_replicas(mesh: Mesh, axis: str) -> DeviceMesh:
+    """Ranks that shard parameters, with those that hold the same shards where there are any (HSDP)."""
+    return mesh["dp_replicate", axis] if mesh.degrees.dp_replicate > 1 else mesh[axis]
+
+
+def _has_shards(degrees: Degrees, apart: bool) -> bool:
+    """Whether any parameter is left to several ranks by the axes that cut the model."""
+    return degrees.dp_replicate * degrees.fsdp > 1 or (apart and degrees.efsdp > 1)
+
+
 def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
     """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
-    if not plan.rules or (mesh.degrees.tp > 1 and "tp" not in plan.rules):
+    apart = cuts_experts(mesh.degrees)
+    if not plan.rules or (mesh.degrees.tp > 1 and "tp" not in plan.rules) or (apart and "ep" not in plan.rules):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
         return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
     bad = tensor_violations(model, decoder, plan.rules.get("tp", {}), mesh.degrees.tp) if mesh.degrees.tp > 1 else []
+    bad += expert_violations(model, plan.rules["ep"], mesh.degrees) if apart else []
     if bad:
         raise PlanError(bad)
     return plan

@@ -44,8 +44,9 @@ class Mesh:
     Errors: `PlanError` for an unknown name and for axes that are not independent.
     """
 
-    def __init__(self, degrees: Degrees, root: DeviceMesh) -> None:
+    def __init__(self, degrees: Degrees, root: DeviceMesh, ranks_per_node: int | None = None) -> None:
         self.degrees = degrees
+        self.ranks_per_node = ranks_per_node
         self.device_type: str = root.device_type
         self.rank: int = dist.get_rank()
         self.axes: dict[str, Axis] = axes_of(degrees)
@@ -83,6 +84,15 @@ class Mesh:
     def data_size(self) -> int:
         """Into how many shares the data is cut: dp_replicate x dp_shard."""
         return self.axes["data"].size
+
+    def lanes(self, axis: str) -> int | None:
+        """How many neighbouring ranks of an axis' group share a node; None where all do, or nobody said.
+
+        Example: ep 16 on nodes of 8 ranks: `mesh.lanes("ep")` is 8; with etp 2 it is 4.
+        """
+        here = self.axes[axis]
+        lanes = max((self.ranks_per_node or 0) // here.stride, 1)
+        return None if self.ranks_per_node is None or lanes >= here.size else lanes
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Where a rank (this one by default) stands on every axis.
@@ -129,7 +139,7 @@ def build_mesh(degrees: Degrees, device_type: str, *, ranks_per_node: int | None
         # Without a launcher there is one rank, and its device is the current one: nothing to warn about.
         warnings.filterwarnings("ignore", message="It seems like you did not set/select the default device")
         root = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("world",))
-        return Mesh(resolved, root)
+        return Mesh(resolved, root, ranks_per_node)
 
 
 def with_copies(mesh: DeviceMesh, copies: int) -> DeviceMesh:

@@ -20,6 +20,7 @@ from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.engine import Engine
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.apply import ExpertState
 from dtensor_5d.loss import LossFunction
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.plan import Plan
@@ -40,6 +41,7 @@ class Parts:
     engine: Engine
     data: DataParallel
     tensor: TensorState | None
+    experts: ExpertState | None
     agreement: Agreement
 
 
@@ -85,8 +87,7 @@ class Run:
         if not self.model.training:
             self.model.train()
         done = self._parts.engine.train(window.micro, self._windows, window.tokens, loss)
-        if loss is not None:  # a loss that failed on one rank left it in step with the others until here
-            self._parts.agreement.check(done.problem)
+        self._agree(done.problem, asked=loss is not None)
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
         return self._summed(done.loss).to(torch.promote_types(self._dtype, torch.float32))
@@ -212,6 +213,17 @@ class Run:
         finally:
             for module, mode in zip(self.model.modules(), modes):
                 module.training = mode
+
+    def _agree(self, problem: Exception | None = None, asked: bool = False) -> None:
+        """Raises on all ranks what one rank met in a window: until here it stayed in step with the others.
+
+        asked: a loss function of the user's could have failed.
+        """
+        experts = self._parts.experts
+        if experts is not None:
+            problem = experts.taken() or problem
+        if asked or experts is not None:
+            self._parts.agreement.check(problem)
 
     def _require_gradients(self) -> None:
         asked = "run.step under torch.no_grad()" if not torch.is_grad_enabled() else ""

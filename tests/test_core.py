@@ -128,16 +128,15 @@ def test_the_default_of_grad_reduce(zero, pp, reduce):
 def test_what_is_not_built_yet_is_refused_by_name():
     degrees = Degrees(pp=2, tp=2, cp=2, dp_shard=2, ep=2)
     options = Options(
-        schedule="zbv", context="ulysses", dispatch="two_step", compile=True, precision="fp16"
+        schedule="zbv", context="ulysses", dispatch="two_step", capacity=1.0, compile=True, precision="fp16"
     )
     text = "\n".join(map(str, built_violations(degrees, options)))
     for part in (
         "pp > 1",
         "cp > 1",
-        "ep > 1",
         "schedule='zbv'",
         "context=",
-        "dispatch=",
+        "capacity needs dispatch",
         "compile=",
         "fp16",
     ):

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
+from dtensor_5d.adapters.expert_rules import cuts_experts, expert_rules, expert_units
 from dtensor_5d.adapters.tensor_rules import can_cut_tokens, family_violations, tensor_rules
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.check import expert_violations
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan, built_violations, rule_violations
 from dtensor_5d.precision import split_fp32
@@ -60,11 +62,16 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     if bad:
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}
+    apart = cuts_experts(degrees)
     cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
+    cut |= apart and degrees.tp != degrees.ep * degrees.etp  # the experts leave ranks of tp
     if cut or options.precision is not None:
-        rules["dp"] = {**data_rules(model, decoder, options), **options.rules.get("dp", {})}
+        rules["dp"] = {**data_rules(model, decoder, options, apart=apart), **options.rules.get("dp", {})}
+    if apart:
+        rules["ep"] = expert_rules(model, decoder, options.rules.get("ep", {}))
+        bad += expert_violations(model, rules["ep"], degrees)
     if degrees.tp != 1:
-        rules["tp"] = tensor_rules(model, decoder, own, sequence=cuts_tokens(decoder, options))
+        rules["tp"] = tensor_rules(model, decoder, own, sequence=cuts_tokens(decoder, options), apart=apart)
         if degrees.tp > 1:  # else known when the degrees are resolved
             bad += tensor_violations(model, decoder, rules["tp"], degrees.tp)
     if bad:
@@ -78,13 +85,16 @@ def cuts_tokens(decoder: Decoder, options: Options) -> bool:
     return can_cut_tokens(decoder) if asked is None else asked
 
 
-def data_rules(model: nn.Module, decoder: Decoder, options: Options) -> dict[str, str]:
+def data_rules(model: nn.Module, decoder: Decoder, options: Options, *, apart: bool = False) -> dict[str, str]:
     """The FSDP units: every decoder layer; the embedding with what is small beside it; the head with the final norm.
 
     Tied weights must be in one unit: they stay in the root, which is gathered from the first to the last layer anyway.
-    Routers that must compute in fp32 are units of their own when the rest does not.
+    Routers that must compute in fp32 are units of their own when the rest does not. apart: so are experts, which an
+    axis of their own cuts, over the ranks that it leaves.
     """
     rules = {f"{decoder.layers}.*": "unit"}
+    if apart:
+        rules |= dict.fromkeys(expert_units(model, decoder), "experts")
     tied = {owner.rpartition(".")[0] for group in decoder.ties for owner in group}
     for side, names in (("embedding", decoder.before), ("head", decoder.after)):
         if tied.intersection(names):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.adapters.expert_rules import own_input_rules
 from dtensor_5d.adapters.rules import read_rules
 from dtensor_5d.errors import Violation
 from dtensor_5d.families.tensor import PROVED, TENSOR_RULES
@@ -62,8 +63,13 @@ def can_cut_tokens(decoder: Decoder) -> bool:
     return decoder.in_order
 
 
-def tensor_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, sequence: bool) -> dict[str, Any]:
-    """Pattern of module or parameter names -> style. `own`: the user's, which go first."""
+def tensor_rules(
+    model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, sequence: bool, apart: bool = False
+) -> dict[str, Any]:
+    """Pattern of module or parameter names -> style. `own`: the user's, which go first.
+
+    apart: the experts are cut by an axis of their own, which takes the tokens as it finds them.
+    """
     head = f"{decoder.layers}.*."
     rules: dict[str, Any] = {decoder.embedding: "embedding"}
     if decoder.head is not None:
@@ -77,10 +83,23 @@ def tensor_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, 
         if any(matches(head + suffix, name) for name in names):
             rules[head + suffix] = added
     rules |= {_generic(name): "replicate_sum" for name in decoder.routers}
+    experts = (*decoder.experts, *decoder.other_experts)
+    if apart:
+        rules = {p: s for p, s in rules.items() if not any(_fits_into(p, name) for name in experts)}
     rules |= own
     rules |= _adapters(model, rules)
-    rules |= {p: s for p, s in _blocks(model, decoder, rules, sequence).items() if p not in own}
+    blocks = _blocks(model, decoder, rules, sequence, () if apart else experts)
+    if apart:
+        blocks |= own_input_rules(model, decoder, lambda name: _cuts(rule_of(name, rules)))
+    rules |= {p: s for p, s in blocks.items() if p not in own}
     return rules
+
+
+def _fits_into(pattern: str, module: str) -> bool:
+    """Whether a pattern names this module, something below it, or one of its parameters."""
+    depth = module.count(".") + 1
+    pieces = pattern.split(".")
+    return len(pieces) >= depth and matches(".".join(pieces[:depth]), module)
 
 
 def rule_of(name: str, rules: Mapping[str, Any]) -> Any:
@@ -114,17 +133,25 @@ def section_count(style: str) -> int:
     return int(style.partition("/")[2] or 2)
 
 
-def _blocks(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool) -> dict[str, str]:
-    """Children of the layers that have cut weights inside; under sequence parallelism also those that have none."""
+def _blocks(
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool, mixed: Sequence[str]
+) -> dict[str, str]:
+    """Children of the layers that have cut weights inside; under sequence parallelism also those that have none.
+
+    mixed: experts that are cut here. Blocks around others are left out: what is in them has its own word.
+    """
+    around = {name.rpartition(".")[0] for name in (*decoder.experts, *decoder.other_experts)} if not mixed else set()
     modules = dict(model.named_modules())
     found: dict[str, dict[int, str]] = {}
     for number in range(decoder.n_layers):
         layer = decoder.layer(number)
         for child, module in modules[layer].named_children():
             name = f"{layer}.{child}"
+            if name in around:
+                continue
             inside = [n for n in _names(module, name) if n != name]
             if any(_cuts(rule_of(n, rules)) for n in inside):
-                experts = any(e == name or e.startswith(name + ".") for e in (*decoder.experts, *decoder.other_experts))
+                experts = any(e == name or e.startswith(name + ".") for e in mixed)
                 found.setdefault(child, {})[number] = "block_sum" if experts else "block"
             elif sequence and rule_of(name, rules) is None and any(True for _ in module.parameters()):
                 found.setdefault(child, {})[number] = "sequence"

@@ -9,6 +9,8 @@ zero  grad_reduce   parameters inside the window   gathers per unit    reduction
 3     window        resharded after use            2 per micro-batch   1
 3     microbatch    resharded after use            2 per micro-batch   1 per micro-batch
 
+Experts that an axis of their own cuts are units over the ranks that it leaves (efsdp); everything else is over fsdp.
+
 Where backward needs no second gather under zero 3 there is none: the unit that holds the head stays gathered between
 forward and backward (backward starts with it), and so does the root; an embedding alone in its unit needs no weight
 in backward. With dp_replicate > 1 the all-reduce across replicas comes once per window in every row.
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ def units_of(model: nn.Module, rules: Mapping[str, str]) -> list[tuple[list[str]
     Errors: `PlanError` for a style that the data axis does not know.
     """
     bad = [
-        Violation(f"style {style!r} for {pattern!r} on the data axis", "must be unit, unit:NAME, unit/N or root",
-                  "see the README on rules of the data axis")
+        Violation(f"style {style!r} for {pattern!r} on the data axis",
+                  "must be unit, unit:NAME, unit/N, experts or root", "see the README on rules of the data axis")
         for pattern, style in rules.items()
         if not (isinstance(style, str) and _parse(style))
     ]  # fmt: skip
@@ -61,7 +62,7 @@ def units_of(model: nn.Module, rules: Mapping[str, str]) -> list[tuple[list[str]
 
 
 def _parse(style: str) -> tuple[str, str] | None:
-    if style in ("unit", "root"):
+    if style in ("unit", "experts", "root"):
         return style, ""
     head, colon, label = style.partition(":")
     if head == "unit" and colon and label:
@@ -82,38 +83,45 @@ def shard(
     fp32_modules: Sequence[str] = (),
     embedding: str = "",
     layers: str = "",
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shards the parameters of `model` over `mesh` (1-D: fsdp; 2-D: dp_replicate x fsdp), unit by unit, root last.
+
+    expert_mesh: that of units of the style `experts`; None: the same.
 
     precision: the dtype of compute and of gathered parameters; parameters, their gradients and reductions keep the
     dtype they are stored in (fp32 master weights). `fp32_modules` compute in fp32 whatever the precision.
     Errors: `PlanError` for a subgroup (`unit/N`) that torch cannot form.
     """
     size = mesh.size(mesh.ndim - 1)
-    plain, exact = _policies(precision)
+    plain, exact, as_given = _policies(precision)
     tied = _shared_parameters(model)
     whole = _kept_whole(model, fp32_modules) if precision is not None or _mixed(model) else set()
-    prefetchable: list[FSDPModule] = []
+    prefetchable: list[tuple[list[str], FSDPModule]] = []
+    experts: dict[str, FSDPModule] = {}
     for names, style in units_of(model, rules):
         modules = [model.get_submodule(name) for name in names]
         _refuse_split_ties(modules, names, tied)
         keep = zero < 3 or _runs_last(names, model)
         reshard: bool | int = False if keep else _subgroup(style, size, mesh) or True
         fp32 = all(name in fp32_modules for name in names)
+        own = expert_mesh if style == "experts" and expert_mesh is not None else mesh
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
+            mesh=own,
             reshard_after_forward=reshard,
-            mp_policy=exact if fp32 else plain,
-            shard_placement_fn=_placement(size),
+            mp_policy=exact if fp32 else as_given if style == "experts" else plain,
+            shard_placement_fn=_placement(own.size(own.ndim - 1)),
             ignored_params=whole,
         )
         first = modules[0]
         assert isinstance(first, FSDPModule)
+        if style == "experts":
+            experts[names[0]] = first
         if names == [embedding]:
             first.set_unshard_in_backward(False)
         if layers and all(name.startswith(layers + ".") and name.count(".") == layers.count(".") + 1 for name in names):
-            prefetchable.append(first)
+            prefetchable.append((names, first))
     fully_shard(
         model,
         mesh=mesh,
@@ -122,8 +130,11 @@ def shard(
         shard_placement_fn=_placement(size),
         ignored_params=whole,
     )
-    for here, following in pairwise(prefetchable):
-        here.set_modules_to_forward_prefetch([following])
+    for at, (names, here) in enumerate(prefetchable):
+        inside = [unit for name, unit in experts.items() if name.startswith(tuple(f"{outer}." for outer in names))]
+        following = [unit for _, unit in prefetchable[at + 1 : at + 2]]
+        if inside or following:
+            here.set_modules_to_forward_prefetch(inside + following)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -200,12 +211,15 @@ class DataParallel:
             self.reshard()
 
 
-def _policies(precision: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+def _policies(precision: torch.dtype | None) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """For units as a rule; for those that stay fp32; for experts, whose tokens are cast already and whose routing
+    weights stay what the router made them."""
     if precision is None:
-        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+        return (MixedPrecisionPolicy(),) * 3
     plain = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    return plain, exact
+    as_given = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return plain, exact, as_given
 
 
 def _placement(size: int) -> Any:

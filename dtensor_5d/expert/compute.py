@@ -27,20 +27,24 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.ops import WeightGradients, grouped_matmul
+from dtensor_5d.ops import WeightGradients, added_once, grouped_matmul
 
 __all__ = ["ExpertForm", "compute_experts", "form_of"]
 
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How a module stores its experts: which parameters, and along which dim of each the inner size I runs."""
+    """How a module stores its experts: which parameters, and along which dim of each the inner size I runs.
+
+    halves: parameters that hold gate and up one after the other (else they alternate, or there is no gate).
+    """
 
     up: str
     transposed: bool
     gated: bool
     biased: bool
     swiglu: bool
+    halves: tuple[str, ...] = ()
 
     @property
     def inner_dims(self) -> dict[str, int]:
@@ -79,6 +83,7 @@ def form_of(experts: nn.Module, name: str = "the experts") -> ExpertForm:
         gated=gated,
         biased=getattr(experts, "has_bias", f"{up}_bias" in own),
         swiglu=gated and _is_swiglu(experts),
+        halves=(up, f"{up}_bias") if gated and getattr(experts, "is_concatenated", True) else (),
     )
     strange = sorted(set(dict(experts.named_parameters())) - set(form.parameters))
     if getattr(experts, "has_post_expert_norm", False):
@@ -95,11 +100,13 @@ def form_of(experts: nn.Module, name: str = "the experts") -> ExpertForm:
 
 
 def compute_experts(
-    experts: nn.Module, form: ExpertForm, rows: Tensor, ends: Tensor, store: WeightGradients | None = None
-) -> Tensor:
+    experts: nn.Module, form: ExpertForm, rows: Tensor, ends: Tensor, store: WeightGradients | None = None,
+    *, first: bool = True,
+) -> Tensor:  # fmt: skip
     """What the experts make of their rows, unweighted: [R, M] sorted by expert, ends [E] int32 -> [R, M].
 
-    The parameters are read from the module at each call (FSDP swaps them), plain or as DTensors cut over experts.
+    The parameters are read from the module at each call (FSDP swaps them), plain or as DTensors cut over experts, and
+    inside over etp: then what comes out is a summand. first: this rank's summand has the bias of outputs.
     """
     weight, down = getattr(experts, form.up), experts.down_proj
     assert isinstance(weight, Tensor) and isinstance(down, Tensor)
@@ -112,16 +119,16 @@ def compute_experts(
     y = _biased(y, experts, f"{form.up}_bias", of_row)
     y = _activated(y, experts, form)
     y = grouped_matmul(y, down, ends, store)
-    return _biased(y, experts, "down_proj_bias", of_row)
+    return _biased(y, experts, "down_proj_bias", of_row, first)
 
 
-def _biased(y: Tensor, experts: nn.Module, name: str, of_row: Tensor | None) -> Tensor:
+def _biased(y: Tensor, experts: nn.Module, name: str, of_row: Tensor | None, here: bool = True) -> Tensor:
     if of_row is None:
         return y
     bias = getattr(experts, name)
     if isinstance(bias, DTensor):
         bias = bias.to_local(grad_placements=bias.placements)
-    return y.add_(bias.index_select(0, of_row))
+    return y.add_(added_once(bias, here).index_select(0, of_row))
 
 
 def _activated(y: Tensor, experts: nn.Module, form: ExpertForm) -> Tensor:

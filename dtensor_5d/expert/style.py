@@ -24,11 +24,19 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.compute import ExpertForm, compute_experts, form_of
 from dtensor_5d.expert.keep import keep_routing
 from dtensor_5d.expert.place import check_experts, cut_experts
+from dtensor_5d.expert.route import told
 from dtensor_5d.expert.transport import TRANSPORTS, Buffers, Transport
 from dtensor_5d.expert.variants import AllGatherDispatch, AllToAllDispatch, Dispatch, TwoStepDispatch
-from dtensor_5d.ops import WeightGradients, all_gather_split, split_all_gather
+from dtensor_5d.ops import (
+    WeightGradients,
+    all_gather_reduce_scatter,
+    all_gather_split,
+    reduce_scatter_all_gather,
+    split_all_gather,
+)
+from dtensor_5d.ops.exchange import gathered
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "experts_in"]
 
 DISPATCHES = ("all_to_all", "all_gather", "two_step")
 
@@ -40,8 +48,10 @@ class ExpertParallel(ParallelStyle):
     number of experts and returns a `Dispatch`. transport: "auto", "all_to_all", "direct", or a `Transport`. capacity:
     the share of an equal load that an expert takes at most, the rest is dropped by rank and token; None drops nothing.
     ranks_per_node: neighbouring ranks of the axis that share a node, for two_step. same_tokens: an axis whose ranks
-    hold the same tokens (tensor parallel): each sends its part of them. store: where weight gradients wait.
+    hold the same tokens (tensor parallel): each sends its part of them. store: where weight gradients wait. problems:
+    where a wrong index or weight is noted, the run going on, so that all ranks of a job can end together; None: raised.
 
+    The mesh is that of ep, or ep x etp: then each expert is cut inside over etp, whose ranks take each other's tokens.
     One style for all layers shares the memory for rows on their way. Errors: PlanError for a dense module, experts that
     the axis does not divide, unknown options.
     """
@@ -50,58 +60,75 @@ class ExpertParallel(ParallelStyle):
         self, *, dispatch: str | Callable[[dist.ProcessGroup, int], Dispatch] = "all_to_all",
         transport: str | Transport = "auto", capacity: float | None = None, ranks_per_node: int | None = None,
         same_tokens: DeviceMesh | None = None, store: WeightGradients | None = None,
+        problems: list[Exception] | None = None,
     ) -> None:  # fmt: skip
-        problems = []
+        bad = []
         if isinstance(dispatch, str) and dispatch not in DISPATCHES:
-            problems.append(Violation(f"dispatch={dispatch!r}", f"must be one of {list(DISPATCHES)}", "choose one"))
+            bad.append(Violation(f"dispatch={dispatch!r}", f"must be one of {list(DISPATCHES)}", "choose one"))
         if isinstance(transport, str) and transport not in TRANSPORTS:
-            problems.append(Violation(f"transport={transport!r}", f"must be one of {list(TRANSPORTS)}", "choose one"))
+            bad.append(Violation(f"transport={transport!r}", f"must be one of {list(TRANSPORTS)}", "choose one"))
         if capacity is not None and (not capacity > 0 or dispatch not in ("all_to_all", "all_gather")):
             needs = "must be > 0, and dispatch all_to_all or all_gather"
             asked = f"capacity={capacity} with dispatch={dispatch!r}"
-            problems.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
+            bad.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
         if dispatch == "two_step" and not ranks_per_node:
             asked = f"dispatch='two_step' with ranks_per_node={ranks_per_node}"
-            problems.append(Violation(asked, "must say how many ranks share a node", "give ranks_per_node"))
-        if problems:
-            raise PlanError(problems)
+            bad.append(Violation(asked, "must say how many ranks share a node", "give ranks_per_node"))
+        if bad:
+            raise PlanError(bad)
         self.dispatch, self.capacity, self.ranks_per_node = dispatch, capacity, ranks_per_node
         self.transport = TRANSPORTS[transport] if isinstance(transport, str) else transport
-        self.same_tokens, self.store = same_tokens, store
+        self.same_tokens, self.store, self.problems = same_tokens, store, problems
         self.buffers = Buffers()
         self._steps: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts, is_block = _experts_in(module)
+        experts, is_block = experts_in(module)
         form = form_of(experts)
-        count = check_experts(experts, form, device_mesh.size(), type(experts).__name__)
-        bring = self._bring(device_mesh.get_group(), count)
+        count = check_experts(experts, form, device_mesh, type(experts).__name__)
+        bring = self._bring(device_mesh.get_group(0), count)
         cut_experts(experts, form, device_mesh)
-        routed = _Routed(experts, form, bring, self.same_tokens, self.store)
-        module.forward = _ScaledInput(module, routed) if is_block else routed
+        inner = device_mesh.get_group(1) if device_mesh.ndim == 2 and device_mesh.size(1) > 1 else None
+        experts.forward = _Routed(experts, form, bring, _group(self.same_tokens), inner, self.store)
+        if is_block:
+            module.forward = _ScaledInput(module)
         return module
 
     def _bring(self, group: dist.ProcessGroup, experts: int) -> Dispatch:
         if not isinstance(self.dispatch, str):
             return self.dispatch(group, experts)
+        transport, buffers, problems = self.transport, self.buffers, self.problems
         if self.dispatch == "all_gather":
-            return AllGatherDispatch(group, experts, self.transport, self.buffers, self.capacity)
+            return AllGatherDispatch(group, experts, transport, buffers, self.capacity, problems)
         if self.dispatch == "all_to_all" or self.ranks_per_node is None:
-            return AllToAllDispatch(group, experts, self.transport, self.buffers, self.capacity)
+            return AllToAllDispatch(group, experts, transport, buffers, self.capacity, problems)
         if group not in self._steps:
             self._steps[group] = _two_steps(group, self.ranks_per_node)
-        return TwoStepDispatch(group, *self._steps[group], experts, self.transport, self.buffers)
+        return TwoStepDispatch(group, *self._steps[group], experts, transport, buffers, problems)
+
+    def __repr__(self) -> str:
+        # The same on all ranks: plans are compared by it.
+        own = {"dispatch": self.dispatch, "transport": type(self.transport).__name__, "capacity": self.capacity,
+               "ranks_per_node": self.ranks_per_node}  # fmt: skip
+        return f"ExpertParallel({', '.join(f'{name}={value!r}' for name, value in own.items())})"
+
+
+def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
 class _Routed:
-    """The experts' forward: tokens, indices and weights of this rank -> what the experts of all ranks make of them."""
+    """The experts' forward: tokens, indices and weights of this rank -> what the experts of all ranks make of them.
+
+    shared: ranks that hold the same tokens. inner: ranks that hold a part of each of the same experts.
+    """
 
     def __init__(
-        self, experts: nn.Module, form: ExpertForm, bring: Dispatch, same_tokens: DeviceMesh | None,
-        store: WeightGradients | None,
+        self, experts: nn.Module, form: ExpertForm, bring: Dispatch, shared: dist.ProcessGroup | None,
+        inner: dist.ProcessGroup | None, store: WeightGradients | None,
     ) -> None:  # fmt: skip
         self.experts, self.form, self.bring, self.store = experts, form, bring, store
-        self.shared = None if same_tokens is None or same_tokens.size() == 1 else same_tokens.get_group()
+        self.shared, self.inner = shared, inner
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden [.., M], index [.., K], weights [.., K] -> like hidden."""
@@ -113,13 +140,25 @@ class _Routed:
             hidden = split_all_gather(hidden, group, 0, sizes)
             weights = split_all_gather(weights, group, 0, sizes)
             index = index.split(sizes)[group.rank()]
-        out = self.bring(hidden, index, weights, self._compute).to(hidden_states.dtype)
+        out = self._made(hidden, index, weights).to(hidden_states.dtype)
         if group is not None:
             out = all_gather_split(out, group, 0, sizes)
         return out.view_as(hidden_states)
 
+    def _made(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Of this rank's own tokens. With etp each rank takes those of all ranks of etp and makes a summand of them."""
+        if self.inner is None:
+            return self.bring(hidden, index, weights, self._compute)
+        group = self.inner
+        sizes = [row[0] for row in told(index.new_tensor([index.size(0)]), group)]
+        every = all_gather_reduce_scatter(hidden, group, 0, sizes)
+        shares = all_gather_reduce_scatter(weights, group, 0, sizes)
+        summand = self.bring(every, gathered(index, group, 0, sizes), shares, self._compute)
+        return reduce_scatter_all_gather(summand, group, 0, sizes)
+
     def _compute(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return compute_experts(self.experts, self.form, rows, ends, self.store)
+        first = self.inner is None or self.inner.rank() == 0
+        return compute_experts(self.experts, self.form, rows, ends, self.store, first=first)
 
 
 class _ScaledInput:
@@ -129,8 +168,8 @@ class _ScaledInput:
     the chosen ones need run. Each pair becomes a token of its own with the weight 1.
     """
 
-    def __init__(self, block: nn.Module, routed: _Routed) -> None:
-        self.block, self.routed = block, routed
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         block: Any = self.block
@@ -139,11 +178,12 @@ class _ScaledInput:
         index = logits.topk(block.top_k, dim=1).indices
         index, weights = keep_routing(index, scores.gather(1, index))
         scaled = (hidden.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1)
-        made = self.routed(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
+        # By its call, not its forward: FSDP's hooks bring the experts' weights.
+        made = block.experts(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
         return block.shared_expert(hidden) + made.view(*index.shape, -1).sum(1), logits
 
 
-def _experts_in(module: nn.Module) -> tuple[nn.Module, bool]:
+def experts_in(module: nn.Module) -> tuple[nn.Module, bool]:
     """The experts, and whether `module` is the block around them (experts that take no indices)."""
     children = dict(module.named_children())
     if {"router", "experts", "shared_expert"} <= set(children) and hasattr(module, "top_k"):

@@ -50,11 +50,12 @@ class AllToAllDispatch:
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
     capacity: float | None = None
+    problems: list[Exception] | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         factor, experts = self.capacity, self.experts
         most = None if factor is None else lambda pairs: capacity_of(pairs, experts, factor)
-        route = find_route(index, weights, experts, self.group, most=most)
+        route = find_route(index, weights, experts, self.group, most=most, problems=self.problems)
         rows = dispatch(hidden, route, self.transport, self.buffers)
         return combine(compute(rows, route.ends), weights, route, self.transport, self.buffers)
 
@@ -68,9 +69,10 @@ class AllGatherDispatch:
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
     capacity: float | None = None
+    problems: list[Exception] | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
-        sizes = check_routing(index, weights, self.experts, self.group)
+        sizes, index = check_routing(index, weights, self.experts, self.group, self.problems)
         whole = all_gather_reduce_scatter(hidden, self.group, 0, sizes)
         shares = all_gather_reduce_scatter(weights, self.group, 0, sizes)
         local = self.experts // self.group.size()
@@ -79,7 +81,7 @@ class AllGatherDispatch:
         if self.capacity is not None:
             limit = capacity_of(sum(sizes) * index.size(1), self.experts, self.capacity)
             most = lambda pairs: limit  # noqa: E731  # the number of all pairs, not only of those that travel, counts
-        route = find_route(chosen, shares, local, None, most=most, skips=True)
+        route = find_route(chosen, shares, local, None, most=most, skips=True, problems=self.problems)
         rows = dispatch(whole, route, self.transport, self.buffers)
         partial = combine(compute(rows, route.ends), shares, route, self.transport, self.buffers)
         return reduce_scatter_all_gather(partial, self.group, 0, sizes)
@@ -100,21 +102,22 @@ class TwoStepDispatch:
     experts: int
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
+    problems: list[Exception] | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
-        check_routing(index, weights, self.experts, self.group)
+        _, index = check_routing(index, weights, self.experts, self.group, self.problems)
         nodes = self.across.size()
         local = self.experts // nodes
         visited = index.new_full((index.size(0), nodes), -1)
         home = index // local
         visited.scatter_(1, home, home)
-        out_and_back = find_route(visited, weights, nodes, self.across, skips=True)
+        out_and_back = find_route(visited, weights, nodes, self.across, skips=True, problems=self.problems)
         tokens = dispatch(hidden, out_and_back, self.transport, self.buffers)
         shares = dispatch(weights, out_and_back, self.transport, self.buffers)
         with torch.no_grad():
             choices = self.transport.there(index, out_and_back.token, out_and_back, self.buffers)
         here = _own(choices, self.across.rank() * local, local)
-        route = find_route(here, shares, local, self.inside, skips=True)
+        route = find_route(here, shares, local, self.inside, skips=True, problems=self.problems)
         rows = dispatch(tokens, route, self.transport, self.buffers)
         partial = combine(compute(rows, route.ends), shares, route, self.transport, self.buffers)
         return combine(partial, None, out_and_back, self.transport, self.buffers)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -31,8 +32,8 @@ from torch.autograd import Function
 from dtensor_5d.ops.exchange import exchanged, gathered, own_part, scattered_sum, total
 
 __all__ = [
-    "all_gather_reduce_scatter", "all_gather_split", "all_reduce_identity", "all_to_all", "identity_all_reduce",
-    "reduce_scatter_all_gather", "split_all_gather",
+    "added_once", "all_gather_reduce_scatter", "all_gather_split", "all_reduce_identity", "all_to_all",
+    "identity_all_reduce", "reduce_scatter_all_gather", "split_all_gather",
 ]  # fmt: skip
 
 
@@ -186,3 +187,24 @@ class _AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch: (*grads: Any)
         return exchanged(g, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def added_once(x: Tensor, here: bool) -> Tensor:
+    """A bias of outputs that the ranks sum: x where `here`, zeros on the other ranks.
+
+    Backward hands on the gradient as it is, which every rank has whole: that of a sum goes to all its summands.
+    """
+    y: Tensor = _AddedOnce.apply(x, here)
+    return y
+
+
+class _AddedOnce(Function):
+    """Forward: y = x on one rank, zeros on the others. Backward: dx = g."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
+        return x.view_as(x) if here else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch: (*grads: Any)
+        return g, None

@@ -13,7 +13,7 @@ from dtensor_5d.plan.patterns import matches
 __all__ = ["built_violations", "rule_violations"]
 
 # Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
-_AXES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert"}
+_AXES_TO_COME = {"pp": "pipeline", "cp": "context"}
 _OPTIONS_TO_COME: dict[str, str] = {
     "regather": "pipeline",
     "schedule": "pipeline",
@@ -22,12 +22,10 @@ _OPTIONS_TO_COME: dict[str, str] = {
     "context": "context",
     "balance": "context",
     "ulysses": "context",
-    "dispatch": "expert",
-    "capacity": "expert",
     "float8": "float8",
     "compile": "compilation",
 }
-_RULES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_RULES_TO_COME = {"pp": "pipeline", "cp": "context"}
 
 
 def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
@@ -44,6 +42,7 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
                              "give tp a degree, or leave sequence_parallel at its default"))  # fmt: skip
     if degrees.tp == 1 and options.rules.get("tp"):
         bad.append(Violation("rules for tp with tp=1", "there is nothing to cut over 1 rank", "remove rules['tp']"))
+    bad += _expert_violations(degrees, options, changed)
     bad += [
         Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
         for name, what in _OPTIONS_TO_COME.items()
@@ -57,6 +56,23 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
     if options.precision == "fp16":
         needs = "fp16 needs loss scaling, which is not in this version"
         bad.append(Violation("precision='fp16'", needs, "use precision='bf16'"))
+    return bad
+
+
+def _expert_violations(degrees: Degrees, options: Options, changed: dict[str, Any]) -> list[Violation]:
+    bad = []
+    if degrees.ep == 1 and degrees.etp == 1:
+        bad += [
+            Violation(f"{name}={changed[name]!r} with ep=1", "tokens are brought to experts on at least 2 ranks of ep",
+                      f"give ep a degree, or leave {name} at its default")
+            for name in ("dispatch", "capacity")
+            if name in changed
+        ]  # fmt: skip
+        if options.rules.get("ep"):
+            bad.append(Violation("rules for ep with ep=1", "there is nothing to cut over 1 rank", "remove rules['ep']"))
+    if options.capacity is not None and options.dispatch == "two_step":
+        asked = f"capacity={options.capacity} with dispatch='two_step'"
+        bad.append(Violation(asked, "capacity needs dispatch all_to_all or all_gather", "use one of these, or None"))
     return bad
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Replicate, Shard
 
-from dtensor_5d.checkpoint.slices import cut, placed_slices
+from dtensor_5d.placing import placed
 from dtensor_5d.sections import Sections, note_sections
 
 __all__ = ["cut_parameter"]
@@ -35,23 +33,5 @@ def cut_parameter(
         note_sections(module, name, packed)
     if _CUT not in vars(whole):  # on the parameter itself, which lives as long as another module still has it
         placements = (Shard(dim), Replicate())[: mesh.ndim]
-        setattr(whole, _CUT, _placed(whole, mesh, placements, packed))
+        setattr(whole, _CUT, placed(whole, mesh, placements, packed))
     module._parameters[name] = vars(whole)[_CUT]
-
-
-def _placed(
-    whole: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...], packed: Sections | None
-) -> nn.Parameter:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    runs = placed_slices(whole.shape, mesh.shape, coordinate, placements, packed)
-    with torch.no_grad():
-        local = cut(whole.detach(), runs).to(whole.device).clone(memory_format=torch.contiguous_format)
-        placed = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride(),
-            grad_placements=placements,
-        )  # fmt: skip
-    new = nn.Parameter(placed, requires_grad=whole.requires_grad)
-    for key, value in vars(whole).items():
-        setattr(new, key, value)
-    return new

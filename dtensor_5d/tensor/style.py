@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.checkpoint.slices import chunk_sizes
-from dtensor_5d.ops import all_gather_split, all_reduce_identity, identity_all_reduce
+from dtensor_5d.ops import added_once, all_gather_split, all_reduce_identity, identity_all_reduce
 from dtensor_5d.random import SavedStream, draw_seed, switch_stream
 from dtensor_5d.tensor.check import output_dim
 from dtensor_5d.tensor.interpose import interposed, map_hidden, map_output
@@ -102,7 +102,7 @@ class RowwiseParallel(_Style):
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         for name in _own(module):
             if name == "bias":
-                interposed(module).reads[name] = lambda bias: _Once.apply(bias, state.rank == 0)
+                interposed(module).reads[name] = lambda bias: added_once(bias, state.rank == 0)
             else:
                 _read_cut(module, name, mesh, 1 - output_dim(module), state)
         if self.sums:
@@ -123,7 +123,7 @@ class CutParameters(_Style):
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         for name, dim in self.dims.items():
             if dim is None:
-                interposed(module).reads[name] = lambda bias: _Once.apply(bias, state.rank == 0)
+                interposed(module).reads[name] = lambda bias: added_once(bias, state.rank == 0)
             elif isinstance(dim, tuple):
                 length = module._parameters[name].shape[dim[0]]  # type: ignore[union-attr]  # a rule names it
                 _read_cut(module, name, mesh, dim[0], state, [length // dim[1]] * dim[1])
@@ -312,16 +312,3 @@ def _read_summand(module: nn.Module, name: str, state: TensorState, group: dist.
 def _not_empty(rows: Tensor) -> Tensor:
     """A rank without rows still looks something up: a row of zeros that counts for no id."""
     return rows if rows.shape[0] else torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-
-
-class _Once(torch.autograd.Function):
-    """Forward: x on one rank, zeros on the others. Backward: the gradient as it is, which every rank has whole: the
-    sum over ranks that follows hands it to all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, here: bool) -> Tensor:
-        return x.view_as(x) if here else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None

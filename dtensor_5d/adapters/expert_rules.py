@@ -1,0 +1,71 @@
+"""The rules of the expert axis for a model: which modules it cuts, and what the tensor axis leaves to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.degrees import Degrees
+from dtensor_5d.plan import matches
+
+__all__ = ["EXPERT_STYLES", "cuts_experts", "expert_rules", "expert_units", "own_input_rules"]
+
+# Name -> what it says of a module: the experts, or the block around router and experts that take no indices.
+EXPERT_STYLES: Mapping[str, str] = {
+    "dispatch": "each expert on one rank of ep, inside cut over etp; tokens travel to it",
+}
+
+
+def cuts_experts(degrees: Degrees) -> bool:
+    """Whether the experts have ranks of their own (efsdp x ep x etp)."""
+    return degrees.ep > 1 or degrees.etp > 1
+
+
+def expert_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Pattern of module names -> style. `own`: the user's, which go first.
+
+    Experts whose forward takes no indices (llama4) stand under the block around them.
+    """
+    blocks = [name.rpartition(".")[0] for name in decoder.other_experts]
+    names = [name for name, _ in model.named_modules()]
+    return {**dict.fromkeys(_patterns([*decoder.experts, *blocks], names), "dispatch"), **own}
+
+
+def expert_units(model: nn.Module, decoder: Decoder) -> list[str]:
+    """Patterns of the modules that hold the experts' parameters: FSDP units of their own, over efsdp."""
+    return _patterns([*decoder.experts, *decoder.other_experts], [name for name, _ in model.named_modules()])
+
+
+def own_input_rules(model: nn.Module, decoder: Decoder, is_cut: Any) -> dict[str, str]:
+    """What stands beside the experts, for the tensor axis, when the expert axis has the experts.
+
+        router, gates        "sequence": whole; under sequence parallelism on this rank's tokens, gradients summed
+        shared experts       "block": its own input exchanged, its own output summed
+
+    is_cut: of a module or parameter name, whether the tensor rules cut it.
+    """
+    rules: dict[str, str] = {}
+    for experts in (*decoder.experts, *decoder.other_experts):
+        parent = experts.rpartition(".")[0]
+        for child, module in model.get_submodule(parent).named_children():
+            name = f"{parent}.{child}"
+            if name == experts or not any(True for _ in module.parameters()):
+                continue
+            inside = [n for n, _ in (*module.named_modules(prefix=name), *module.named_parameters(prefix=name))]
+            rules[name] = "block" if any(is_cut(n) for n in inside if n != name) else "sequence"
+    return rules
+
+
+def _patterns(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Patterns that fit the wanted names and no others: with `*` for the layer where all its matches are wanted."""
+    found: dict[str, None] = {}
+    every, chosen = list(names), set(wanted)
+    for name in wanted:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        exact = all(other in chosen for other in every if matches(pattern, other))
+        found[pattern if exact else name] = None
+    return list(found)

@@ -1,0 +1,50 @@
+"""Parity of the expert axis on whole models, through `plan_for` and `parallelize`: every gradient, norm, weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtensor_5d import Degrees
+from tests.pairwise import pairwise
+from tests.parity import Case, check_parity, one_without_tokens, padded, ragged, uneven
+
+OPTIONS = {
+    "degrees": [
+        Degrees(dp_shard=2, ep=2),
+        Degrees(dp_shard=2, tp=2, ep=4),
+        Degrees(dp_shard=4, ep=2),  # efsdp 2
+        Degrees(tp=2, ep=2),
+        Degrees(dp_shard=4, ep=4),
+        Degrees(dp_replicate=2, dp_shard=2, ep=2),
+        Degrees(dp_shard=2, tp=2, ep=2),  # experts on tp alone, efsdp 2
+        Degrees(dp_shard=4, ep=2, etp=2),
+        Degrees(dp_shard=2, tp=2, ep=2, etp=2),
+        Degrees(tp=2, etp=2),
+    ],
+    "zero": [3, 2, 1],
+    "grad_reduce": ["microbatch", "window"],
+    "microbatches": [1, 3],
+    "sequence_parallel": [None, False],
+    "batches": [uneven, one_without_tokens, ragged, padded],
+    "recompute": ["none", "block", "selective"],
+}
+
+
+def _case(row, family, dtype=torch.float32):
+    names = ["zero", "grad_reduce", "microbatches", "recompute"] + ["sequence_parallel"] * (row["degrees"].tp > 1)
+    return Case(family, row["degrees"], {n: row[n] for n in names}, {"num_hidden_layers": 2}, dtype, row["batches"])
+
+
+def _name(value):
+    if isinstance(value, dict):
+        return "-".join(getattr(v, "__name__", str(v)) for v in value.values())
+    return str(value)
+
+
+ROWS = pairwise(OPTIONS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+def test_gradients_equal_those_of_one_process(row):
+    check_parity(_case(row, "qwen3_moe"))
