@@ -13,21 +13,18 @@ from dtensor_5d.plan.patterns import matches
 __all__ = ["built_violations", "rule_violations"]
 
 # Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
-_AXES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert"}
+_AXES_TO_COME = {"pp": "pipeline", "ep": "expert", "etp": "expert"}
 _OPTIONS_TO_COME: dict[str, str] = {
     "regather": "pipeline",
     "schedule": "pipeline",
     "chunks": "pipeline",
     "layers_per_stage": "pipeline",
-    "context": "context",
-    "balance": "context",
-    "ulysses": "context",
     "dispatch": "expert",
     "capacity": "expert",
     "float8": "float8",
     "compile": "compilation",
 }
-_RULES_TO_COME = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_RULES_TO_COME = {"pp": "pipeline", "ep": "expert"}
 
 
 def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
@@ -44,6 +41,18 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
                              "give tp a degree, or leave sequence_parallel at its default"))  # fmt: skip
     if degrees.tp == 1 and options.rules.get("tp"):
         bad.append(Violation("rules for tp with tp=1", "there is nothing to cut over 1 rank", "remove rules['tp']"))
+    if degrees.cp == 1:
+        bad += [
+            Violation(f"{name}={changed[name]!r} with cp=1", "the sequence is cut over the ranks of cp, at least 2",
+                      f"give cp a degree, or leave {name} at its default")
+            for name in ("context", "balance", "ulysses")
+            if name in changed
+        ]  # fmt: skip
+        if options.rules.get("cp"):
+            bad.append(Violation("rules for cp with cp=1", "there is nothing to cut over 1 rank", "remove rules['cp']"))
+    elif options.ulysses is not None and options.context != "ring+ulysses":
+        bad.append(Violation(f"ulysses={options.ulysses} with context={options.context!r}",
+                             "it is the size of a team of context='ring+ulysses'", "leave it out"))  # fmt: skip
     bad += [
         Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
         for name, what in _OPTIONS_TO_COME.items()
