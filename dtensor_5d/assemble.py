@@ -78,7 +78,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
     context = None
     if mesh.degrees.cp > 1:
-        context = apply_attention(model, plan.rules["cp"], mesh["cp"], mesh.device)
+        keeps = options.recompute == "selective" and decoder.in_order  # attention is as dear as a matrix product
+        context = apply_attention(model, plan.rules["cp"], mesh["cp"], mesh.device, keeps=keeps)
     recompute_layers(list(model.get_submodule(decoder.layers).children()), options.recompute)
     if mesh.degrees.dp_replicate * mesh.degrees.fsdp > 1 or options.precision is not None:
         shard(
@@ -95,6 +96,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         model.to(mesh.device)
     data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
     multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
+    batches = _batch_rules(model, decoder, multiple=multiple, cut=context is not None)
     rows = None
     if context is not None:
         group = mesh["cp"].get_group()
@@ -107,10 +109,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     )  # fmt: skip
     parts = Parts(
         decoder=decoder,
-        reader=Reader(
-            mesh, _batch_rules(model, decoder, multiple=multiple, cut=rows is not None), agreement, options.microbatches,
-            along=rows.local if rows is not None else None,
-        ),
+        reader=Reader(mesh, batches, agreement, options.microbatches, rows.local if rows is not None else None),
         engine=engine,
         data=data,
         tensor=tensor,

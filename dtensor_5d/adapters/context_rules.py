@@ -47,8 +47,9 @@ def context_violations(
 ) -> list[Violation]:
     """Everything that keeps `model` from running over this context axis; layers are told once."""
     found: dict[Violation, None] = {}
-    for part in (_family(model, options), _styles(rules), _layers(model, decoder, rules), _heads(model, degrees, options)):
+    for part in (_family(model, options), _styles(rules), _layers(model, decoder, rules)):
         found |= dict.fromkeys(part)
+    found |= dict.fromkeys(_heads(model, degrees, options))
     return list(found)
 
 
@@ -102,7 +103,7 @@ def _layers(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any]) -> Ite
             attending += 1
             yield from _attention(name, module)
         if not attending:
-            asked = f"{type(model.get_submodule(layer)).__name__} {number} without attention that transformers dispatches"
+            asked = f"{type(model.get_submodule(layer)).__name__} without attention that transformers dispatches"
             yield Violation(asked, "every layer must see the sequence through attention", "use dp_shard or tp")
 
 
@@ -113,7 +114,8 @@ def _attention(name: str, module: Any) -> Iterator[Violation]:
         return
     types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     if types is not None and index is not None and types[index] not in LAYER_TYPES:
-        yield Violation(f"layers of type {types[index]!r}", f"must be one of {', '.join(LAYER_TYPES)}", "use dp_shard or tp")
+        needs = f"must be one of {', '.join(LAYER_TYPES)}"
+        yield Violation(f"layers of type {types[index]!r}", needs, "use dp_shard or tp")
     for attribute in _DROPOUT:
         value = getattr(module, attribute, 0.0)
         chance = value.p if isinstance(value, nn.Dropout) else value
@@ -131,7 +133,8 @@ def _heads(model: nn.Module, degrees: Degrees, options: Options) -> Iterator[Vio
     team = {"ulysses": cp, "ring+ulysses": options.ulysses or 1}.get(options.context, 1)
     if heads // tp % team:
         legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
-        asked = f"context={options.context!r} over {team} ranks with {heads} query heads" + (f" / tp {tp}" if tp > 1 else "")
+        shared = f" / tp {tp}" if tp > 1 else ""
+        asked = f"context={options.context!r} over {team} ranks with {heads} query heads{shared}"
         needs = f"the {heads // tp} query heads of a rank must divide by them: {legal}"
         yield Violation(asked, needs, "use context='ring', or 'ring+ulysses' with one of these for ulysses")
     if options.ulysses is not None and cp % options.ulysses:

@@ -16,12 +16,19 @@ __all__ = ["apply_attention"]
 
 
 def apply_attention(
-    model: nn.Module, rules: Mapping[str, Any], mesh: DeviceMesh, device: torch.device
+    model: nn.Module, rules: Mapping[str, Any], mesh: DeviceMesh, device: torch.device, *, keeps: bool
 ) -> ContextState:
-    """Lets the modules that the rules name attend over `mesh` (the cp axis) while rows are run that were cut."""
-    state = ContextState(mesh.get_group(), device)
+    """Lets the modules that the rules name attend over `mesh` (the cp axis) while rows are run that were cut.
+
+    keeps: as in `ContextState`.
+    """
+    state = ContextState(mesh.get_group(), device, keeps=keeps)
     style = ContextParallel(state=state)
     for name, module in model.named_modules():
         if any(matches(pattern, name) for pattern in rules):
             style._apply(module, mesh)
+    # One object in most models; sub-models and modules with their own number of heads have others.
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    unique = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
+    state.configs = list(unique.values())
     return state

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_5d.batch import MicroBatch
 from dtensor_5d.context.rotary import adapts_to_length, on_whole_range
 from dtensor_5d.context.rows import LocalRows
-from dtensor_5d.context.scope import attend
+from dtensor_5d.context.scope import attend_keeping
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.families.context import COUNTS_REAL, refusal
 
-__all__ = ["ATTENTION", "ContextParallel", "ContextState", "dispatches_attention", "set_attention"]
+__all__ = ["ATTENTION", "ContextParallel", "ContextState", "dispatches_attention"]
 
 ATTENTION = "dtensor_5d_context"
 """The name under which transformers knows our attention."""
@@ -39,12 +41,18 @@ _NOTE = "_dtensor_5d_context"
 
 
 class ContextState:
-    """What the attention modules of one model share: the group, which rows are being run, and who was reached."""
+    """What the attention modules of one model share: the group, which rows are being run, and who was reached.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    modules: those that attend. configs: every config that names an attention to them or to what makes masks. keeps: a
+    forward keeps its outputs for the recomputation that follows in backward, which then sends nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, keeps: bool = False) -> None:
         self.group = group
+        self.keeps = keeps
         self.rows: LocalRows | None = None
         self.modules: list[nn.Module] = []
+        self.configs: list[Any] = []
         self._reached: set[int] = set()
         if group.size() > 1:  # p2p of NCCL needs a communicator that all ranks have joined
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -60,7 +68,9 @@ class ContextState:
     def around(self, micro: MicroBatch) -> Iterator[None]:
         """Forward and backward of rows that were cut. Errors: `PlanError` where an attention module did not come here.
         """
-        before = [attention for m in self.modules for attention in set_attention(m, ATTENTION)]
+        before = [config._attn_implementation for config in self.configs]
+        for config in self.configs:
+            config._attn_implementation = ATTENTION
         tuned = [module for module in self.modules if getattr(module, "attn_temperature_tuning", False)]
         for module in tuned:  # ours, from the positions in the whole row
             module.attn_temperature_tuning = False  # type: ignore[assignment]  # a plain attribute of llama4
@@ -71,22 +81,23 @@ class ContextState:
             self.rows = None
             for module in tuned:
                 module.attn_temperature_tuning = True  # type: ignore[assignment]
-            for config, attention in reversed(before):
+            for config, attention in zip(self.configs, before):
                 config._attn_implementation = attention
         missed = [getattr(module, "layer_idx", None) for module in self.modules if id(module) not in self._reached]
         if missed:
-            raise PlanError(
-                Violation(f"{len(missed)} of {len(self.modules)} attention modules did not attend over the context axis",
-                          f"all must hand q, k and v to the function that their config names (of layers {missed[:4]} none did)",
-                          "leave model.config._attn_implementation alone while the model runs")
-            )  # fmt: skip
+            asked = f"{len(missed)} of {len(self.modules)} attention modules (layers {missed[:4]}) attended otherwise"
+            needs = "all must hand q, k and v to the function that their config names"
+            change = "leave model.config._attn_implementation alone while the model runs"
+            raise PlanError(Violation(asked, needs, change))
 
 
 class ContextParallel(ParallelStyle):
-    """Lets attention modules attend over the axis. A module with length-dependent rotary embeddings may be named too.
+    """Lets attention modules attend over the axis.
 
     state: what the modules of a model share; None for a style that is used alone: then the modules run rows from
-    `cut_batch` only. Errors: `PlanError` for a module whose attention transformers does not dispatch.
+    `cut_batch` only. With a state, rotary embeddings that depend on the length may be named too.
+    Errors: `PlanError` for a module whose attention transformers does not dispatch, and for families that cannot run
+    over the axis.
     """
 
     def __init__(self, *, state: ContextState | None = None) -> None:
@@ -96,22 +107,25 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         state = self.state or self._alone
         if state is None:
-            device = next((p.device for p in module.parameters() if not p.is_meta), torch.device(device_mesh.device_type))
-            state = self._alone = ContextState(device_mesh.get_group(), device)
-        if adapts_to_length(module):
+            state = self._alone = ContextState(device_mesh.get_group(), torch.device(device_mesh.device_type))
+        if adapts_to_length(module) and self.state is not None:
             on_whole_range(module, lambda: state.rows.longest if state.rows is not None else None)
             return module
         if not dispatches_attention(module):
             raise PlanError(
                 Violation(f"ContextParallel for {type(module).__name__}",
-                          "must be an attention module that transformers dispatches, or a rotary embedding",
+                          "must be an attention module that transformers dispatches",
                           'name the attention of the layers, for example {"model.layers.*.self_attn": style}')
             )  # fmt: skip
+        why = refusal(str(getattr(module.config, "model_type", ""))) if self.state is None else None
+        if why is not None:
+            asked = f"ContextParallel for {type(module).__name__}"
+            raise PlanError(Violation(asked, f"attention must run over a cut sequence, but {why}", "use another axis"))
         _register()
         module.__dict__[_NOTE] = _Layer(state, module)
         state.modules.append(module)
         if self.state is None:
-            set_attention(module, ATTENTION)
+            module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]  # also of what makes masks
             if module.__dict__[_NOTE].tuned:
                 module.attn_temperature_tuning = False  # type: ignore[assignment]
         return module
@@ -121,16 +135,6 @@ def dispatches_attention(module: nn.Module) -> bool:
     """Whether this module's own forward hands q, k and v to the function that its config names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "get_interface" in code.co_names and hasattr(module, "config")
-
-
-def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str]]:
-    """Gives the module's config this attention; [(config, its attention before)], empty where it has it already."""
-    config: Any = module.config
-    before = config._attn_implementation
-    if before == name:
-        return []
-    config._attn_implementation = name
-    return [(config, before)]
 
 
 class _Layer:
@@ -144,6 +148,13 @@ class _Layer:
         kind = types[index] if types is not None and index is not None else None
         self.windowed = kind == "sliding_attention"
         self.chunk: int | None = config.attention_chunk_size if kind == "chunked_attention" else None
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+        self.needs_run = None
+        if kinds & {"dynamic", "longrope"}:
+            self.needs_run = "rotary embeddings that depend on the length"
+        elif getattr(config, "model_type", "") in COUNTS_REAL:
+            self.needs_run = "positions that do not count padding"
         # llama4, layers without rotary embedding: queries grow with their place in the row
         self.tuned = bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
@@ -170,6 +181,11 @@ def _attention(
                       "attention over the context axis needs the documents and positions of the whole rows",
                       "use run.step, run.evaluate or run.logits; alone: model(**cut_batch(batch, mesh['cp'], ...))")
         )  # fmt: skip
+    if context_rows is not None and layer.needs_run is not None:
+        bad.append(
+            Violation(f"ContextParallel alone for {type(module).__name__}",
+                      f"{layer.needs_run}: the whole model must be prepared", "use plan_for and parallelize")
+        )  # fmt: skip
     if attention_mask is not None:
         bad.append(
             Violation(f"an attention_mask of shape {tuple(attention_mask.shape)}",
@@ -189,7 +205,15 @@ def _attention(
     if layer.tuned:
         query = _tempered(module, query, rows.places)
     layer.state.reach(module)
-    out = attend(query, key, value, scope=scope, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+    keeps = layer.state.keeps and torch.is_grad_enabled()
+    kept = rows.kept.pop(id(module), None) if keeps else None
+    # What a recomputation keeps of operations is kept here as a whole.
+    with _disable_current_modes() if keeps else nullcontext():
+        out, found = attend_keeping(
+            query, key, value, scope=scope, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout, kept=kept
+        )
+    if keeps and kept is None:
+        rows.kept[id(module)] = found
     return out.transpose(1, 2).contiguous(), None
 
 
