@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtensor_5d.adapters.planning import plan_for
     from dtensor_5d.assemble import parallelize
+    from dtensor_5d.context import ContextParallel, cut_batch
     from dtensor_5d.degrees import Degrees
     from dtensor_5d.errors import PlanError, Violation
     from dtensor_5d.mesh import Mesh, build_mesh
@@ -31,13 +32,17 @@ _HOME = {
     "build_mesh": "dtensor_5d.mesh",
     "parallelize": "dtensor_5d.assemble",
     "Run": "dtensor_5d.run",
+    # styles that work alone
+    "ContextParallel": "dtensor_5d.context",
+    "cut_batch": "dtensor_5d.context",
     # errors
     "PlanError": "dtensor_5d.errors",
     "Violation": "dtensor_5d.errors",
 }
 
 __all__ = [
-    "Degrees", "Mesh", "Options", "Plan", "PlanError", "Run", "Violation", "build_mesh", "parallelize", "plan_for",
+    "ContextParallel", "Degrees", "Mesh", "Options", "Plan", "PlanError", "Run", "Violation", "build_mesh", "cut_batch",
+    "parallelize", "plan_for",
 ]  # fmt: skip
 
 

@@ -4,12 +4,12 @@
  2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
  3. Experts: parameters become DTensors of ep (and etp). Before the tensor axis, which leaves them alone then.
  4. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
+    Then context: attention modules, with the heads that the tensor axis has left them.
  5. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
  6. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
     of what is recomputed.
  7. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
 
-The other axes join before 5 as their issues land: context (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_5d.adapters.context_rules import context_violations, explicit_rows, rows_multiple
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
 from dtensor_5d.adapters.expert_rules import cuts_experts
 from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
+from dtensor_5d.context.apply import apply_attention
+from dtensor_5d.context.rows import RowCutter
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
 from dtensor_5d.engine import Loop
@@ -73,7 +76,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         same_weights(model, agreement)
 
     options = plan.options.settled(plan.degrees.pp)
-    streams = RandomStreams(model, mesh.data_rank, mesh.device)
+    streams = RandomStreams(model, mesh.coordinate()["loss"], mesh.device)  # other tokens, other dropout
     apply_stored_dtype(model, options.precision)
     tensor = experts = None
     apart = cuts_experts(mesh.degrees)
@@ -90,6 +93,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         )
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
+    context = None
+    if mesh.degrees.cp > 1:
+        keeps = options.recompute == "selective" and decoder.in_order  # attention is as dear as a matrix product
+        context = apply_attention(model, plan.rules["cp"], mesh["cp"], mesh.device, keeps=keeps)
     recompute_layers(
         list(model.get_submodule(decoder.layers).children()), options.recompute, is_routing if apart else None
     )
@@ -108,15 +115,26 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
-    batches = _batch_rules(model, decoder, multiple=mesh.degrees.tp if sequence else 1)
-    engine = Loop(model, decoder, data, streams, mesh.device, multiple=batches.multiple, tensor=tensor)
+    multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
+    batches = _batch_rules(model, decoder, multiple=multiple, cut=context is not None)
+    rows = None
+    if context is not None:
+        group = mesh["cp"].get_group()
+        rows = RowCutter(group, multiple, options.balance, options.context, options.ulysses)
+    engine = Loop(
+        model, decoder, data, streams, mesh.device,
+        multiple=multiple // mesh.degrees.cp,
+        tensor=tensor,
+        surroundings=[context.around] if context is not None else [],
+    )  # fmt: skip
     parts = Parts(
         decoder=decoder,
-        reader=Reader(mesh, batches, agreement, options.microbatches),
+        reader=Reader(mesh, batches, agreement, options.microbatches, rows.local if rows is not None else None),
         engine=engine,
         data=data,
         tensor=tensor,
         experts=experts,
+        context=rows,
         agreement=agreement,
     )
     return Run(model, plan, mesh, parts)
@@ -177,10 +195,12 @@ def _has_shards(degrees: Degrees, apart: bool) -> bool:
 def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
     """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
     apart = cuts_experts(mesh.degrees)
-    if not plan.rules or (mesh.degrees.tp > 1 and "tp" not in plan.rules) or (apart and "ep" not in plan.rules):
+    on = {"tp": mesh.degrees.tp > 1, "cp": mesh.degrees.cp > 1, "ep": apart}
+    if not plan.rules or any(on[axis] and axis not in plan.rules for axis in on):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
         return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
-    bad = tensor_violations(model, decoder, plan.rules.get("tp", {}), mesh.degrees.tp) if mesh.degrees.tp > 1 else []
+    bad = tensor_violations(model, decoder, plan.rules["tp"], mesh.degrees.tp) if on["tp"] else []
+    bad += context_violations(model, decoder, plan.rules["cp"], mesh.degrees, plan.options) if on["cp"] else []
     bad += expert_violations(model, plan.rules["ep"], mesh.degrees) if apart else []
     if bad:
         raise PlanError(bad)
@@ -193,7 +213,7 @@ def _signature(model: nn.Module, plan: Plan) -> int:
     return stream_seed(repr(plan), repr(parameters), type(model).__name__)
 
 
-def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int) -> BatchRules:
+def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int, cut: bool) -> BatchRules:
     kind = getattr(model.config, "model_type", "this family")
     embedding = model.get_submodule(decoder.embedding)
     tables = [
@@ -209,8 +229,9 @@ def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int) -> BatchR
     return BatchRules(
         vocab=int(vocab),
         positions=min(tables, default=None),
-        packs=facts_for(kind).packs_by_position,
+        packs=cut or facts_for(kind).packs_by_position,  # what cuts rows separates their documents itself
         family=kind,
         multiple=multiple,
         adaptive=bool(kinds & {"dynamic", "longrope"}),
+        explicit=explicit_rows(model) if cut else None,
     )

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dtensor_5d.documents import document_numbers, explicit_violations, packed_positions, whole_positions
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.loss import IGNORE
+from dtensor_5d.order import PADDING
 
-__all__ = ["BatchRules", "MicroBatch", "cut_window", "fingerprint"]
+__all__ = ["BatchRules", "Explicit", "MicroBatch", "cut_window", "fingerprint"]
 
 _KEYS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "document_ids")
 
@@ -27,6 +29,7 @@ class BatchRules:
     vocab: ids must be in [0, vocab). positions: the size of a learned position table, None for computed positions.
     packs: whether restarting positions separate documents in this family. multiple: sequences are padded to a
     multiple of it. adaptive: the largest position of a forward decides on the rotary frequencies of all.
+    explicit: what attention honours, if rows are to be cut along S (None: transformers makes the masks).
     """
 
     vocab: int
@@ -35,13 +38,28 @@ class BatchRules:
     family: str = "this family"
     multiple: int = 1
     adaptive: bool = False
+    explicit: Explicit | None = None
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """How a family reads masks and positions that it will not see itself. Fields: as in `explicit_violations`.
+
+    counts_real: positions that are not given do not count padding.
+    """
+
+    any_jump: bool = True
+    blank_padding: bool = True
+    counts_real: bool = False
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`.
 
-    `length`: tokens of a row before padding to the multiple.
+    `length`: tokens of a row before padding to the multiple. `documents`: [B, S] with `PADDING`, where rows are to be
+    cut along S; there positions are given and no mask is. `local`: what the context axis needs of rows that it cut.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -49,6 +67,8 @@ class MicroBatch:
     tokens: int
     rows: int
     length: int = 0
+    documents: torch.Tensor | None = None
+    local: Any = None
 
     @property
     def is_empty(self) -> bool:
@@ -93,8 +113,8 @@ def cut_window(
         raise PlanError(bad)
     window = []
     for batch in batches:
-        prepared = _prepared(batch, device)
-        length = prepared[0]["input_ids"].shape[1]
+        prepared = _prepared(batch, rules, device)
+        length = prepared["input_ids"].shape[1]
         window += _cut(_padded(prepared, rules), microbatches, length)
     return window
 
@@ -103,7 +123,8 @@ def fingerprint(window: Sequence[MicroBatch]) -> int:
     """A 62-bit number from all that a window holds: ranks that must read the same batch compare it (contract C8)."""
     total = len(window)
     for micro in window:
-        named = sorted(micro.inputs.items()) + ([("labels", micro.labels)] if micro.labels is not None else [])
+        named = sorted(micro.inputs.items())
+        named += [(key, value) for key in ("labels", "documents") if (value := getattr(micro, key)) is not None]
         for key, value in named:
             place = torch.arange(1, value.numel() + 1, device=value.device)
             # Sums of whole numbers, which wrap around alike everywhere; the place counts, so order does.
@@ -179,7 +200,7 @@ def _value_violations(given: Mapping[str, torch.Tensor], rules: BatchRules) -> l
     if rules.positions is not None and length > rules.positions:
         bad.append(Violation(f"position {length - 1}", f"the model has learned positions 0 to {rules.positions - 1}",
                              f"use sequences of at most {rules.positions} tokens"))  # fmt: skip
-    documents = _documents(given) if not bad else None
+    documents = packed_positions(given) if not bad else None
     if documents is not None:
         if positions is not None and bool((positions != documents).any()):
             asked = "position_ids that differ from document_ids"
@@ -193,6 +214,11 @@ def _value_violations(given: Mapping[str, torch.Tensor], rules: BatchRules) -> l
             asked = "packed documents (restarting position_ids or document_ids)"
             needs = f"{rules.family} does not separate documents by position, so they would see each other"
             bad.append(Violation(asked, needs, "put one document into a row"))
+    how = rules.explicit
+    if how is not None and not bad:
+        bad += explicit_violations(
+            given, family=rules.family, any_jump=how.any_jump, blank_padding=how.blank_padding, chunk=how.chunk
+        )
     return bad
 
 
@@ -201,60 +227,41 @@ def _range(values: torch.Tensor) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _documents(given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Positions that restart at each document, or None when every row is one document (perhaps with padding)."""
-    documents, positions, mask = (given.get(key) for key in ("document_ids", "position_ids", "attention_mask"))
-    if documents is not None:
-        return _restarting(documents) if bool((documents[:, 1:] != documents[:, :-1]).any()) else None
-    if positions is not None:
-        restarts = positions[:, 1:] - positions[:, :-1] != 1
-        if mask is not None:  # the positions of padding are arbitrary
-            restarts &= mask[:, 1:].bool() & mask[:, :-1].bool()
-        if bool(restarts.any()):
-            return positions
-    return None
-
-
-def _restarting(documents: torch.Tensor) -> torch.Tensor:
-    """Position of each token inside its document; a document is a run of equal ids."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
-
-
-def _prepared(batch: Mapping[str, Any], device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def _prepared(batch: Mapping[str, Any], rules: BatchRules, device: torch.device) -> dict[str, torch.Tensor]:
+    """input_ids, and where they are there attention_mask, position_ids, shifted labels, document numbers."""
     given = {key: batch[key].to(device) for key in _KEYS if batch.get(key) is not None}
     ids = given["input_ids"].long()
     inputs = {"input_ids": ids}
     mask = given.get("attention_mask")
-    # A mask of ones says nothing, but transformers stops looking for packed documents when it is there.
-    if mask is not None and ids.numel() and not bool(mask.all()):
-        inputs["attention_mask"] = mask.long()
-    positions = _documents(given) if ids.numel() else None
+    positions = packed_positions(given) if ids.numel() else None
     if positions is None:
         positions = given.get("position_ids")
+    if rules.explicit is not None and ids.numel():
+        inputs["documents"] = document_numbers(given)
+        if positions is None:
+            positions = whole_positions(given, counts_real=rules.explicit.counts_real)
+    # A mask of ones says nothing, but transformers stops looking for packed documents when it is there.
+    elif mask is not None and ids.numel() and not bool(mask.all()):
+        inputs["attention_mask"] = mask.long()
     if positions is not None:
         inputs["position_ids"] = positions.long()
     if "shift_labels" in given:
-        return inputs, given["shift_labels"].long()
-    if "labels" in given:
-        return inputs, F.pad(given["labels"].long()[:, 1:], (0, 1), value=IGNORE)
-    return inputs, None
+        inputs["labels"] = given["shift_labels"].long()
+    elif "labels" in given:
+        inputs["labels"] = F.pad(given["labels"].long()[:, 1:], (0, 1), value=IGNORE)
+    return inputs
 
 
-def _padded(
-    prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], rules: BatchRules
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE, "documents": PADDING}
+
+
+def _padded(prepared: dict[str, torch.Tensor], rules: BatchRules) -> dict[str, torch.Tensor]:
     """Padding on the right up to the multiple: not supervised, and seen by no token before it in a causal model."""
-    inputs, labels = prepared
-    ids = inputs["input_ids"]
+    ids, positions = prepared["input_ids"], prepared.get("position_ids")
     more = -ids.shape[1] % rules.multiple
     if not more or not ids.numel():
         return prepared
-    out = {"input_ids": F.pad(ids, (0, more), value=0)}
-    if "attention_mask" in inputs:
-        out["attention_mask"] = F.pad(inputs["attention_mask"], (0, more), value=0)
-    positions = inputs.get("position_ids")
+    out = {key: F.pad(prepared[key], (0, more), value=value) for key, value in _PADDING.items() if key in prepared}
     highest = int(positions.max()) if positions is not None else ids.shape[1] - 1
     # Further positions where there are such: repeated ones would look like packed documents.
     fits = not rules.adaptive and (rules.positions is None or highest + more < rules.positions)
@@ -263,18 +270,15 @@ def _padded(
     if positions is not None:
         step = torch.arange(1, more + 1, device=ids.device) if fits else torch.zeros(more, device=ids.device).long()
         out["position_ids"] = torch.cat([positions, positions[:, -1:] + step], dim=1)
-    return out, None if labels is None else F.pad(labels, (0, more), value=IGNORE)
+    return out
 
 
-def _cut(
-    prepared: tuple[dict[str, torch.Tensor], torch.Tensor | None], parts: int, length: int
-) -> list[MicroBatch]:
-    inputs, labels = prepared
-    pieces = {key: value.tensor_split(parts) for key, value in inputs.items()}
-    label_pieces = labels.tensor_split(parts) if labels is not None else [None] * parts
+def _cut(prepared: dict[str, torch.Tensor], parts: int, length: int) -> list[MicroBatch]:
+    pieces = {key: value.tensor_split(parts) for key, value in prepared.items()}
     cut = []
-    for i, own in enumerate(label_pieces):
-        tokens = int((own != IGNORE).sum()) if own is not None else 0
+    for i in range(parts):
         mine = {key: piece[i] for key, piece in pieces.items()}
-        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0], length))
+        own, documents = mine.pop("labels", None), mine.pop("documents", None)
+        tokens = int((own != IGNORE).sum()) if own is not None else 0
+        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0], length, documents))
     return cut

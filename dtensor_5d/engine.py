@@ -37,11 +37,20 @@ class Engine(Protocol):
         ...
 
     def logits(self, micro: MicroBatch) -> torch.Tensor:
-        """Logits [B, S, V] of one micro-batch, whole vocabulary, all tokens (padded ones too); forward only."""
+        """Logits [B, L, V] of one micro-batch, whole vocabulary, all tokens it has on this rank (padded ones too);
+        forward only."""
         ...
 
     def forward_only(self) -> AbstractContextManager[None]:
         """Around forwards without backward."""
+        ...
+
+    def around(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Around a forward of one micro-batch that the engine does not run itself."""
+        ...
+
+    def runnable(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
+        """The inputs of such a forward."""
         ...
 
 
@@ -77,7 +86,7 @@ class Loop:
         with self._window():
             for at, micro in enumerate(window):
                 self.data.micro_batch(is_last=at + 1 == len(window))
-                with self.streams.of(number, at), self._around(micro):
+                with self.streams.of(number, at), self.around(micro):
                     part = self._loss_of(micro, loss, tokens, problems)
                     part.backward()
                 total += part.detach()
@@ -86,20 +95,23 @@ class Loop:
     def loss_sum(self, window: Sequence[MicroBatch]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in window:
-            with self._around(micro):
+            with self.around(micro):
                 total += self._cross_entropy(micro).detach()
         return total
 
     def logits(self, micro: MicroBatch) -> torch.Tensor:
-        with self._around(micro):
+        with self.around(micro):
             return self._forward(micro)
 
     def forward_only(self) -> AbstractContextManager[None]:
         return self.data.forward_only()
 
+    def runnable(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
+        return micro.runnable(self.multiple)
+
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
         # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
-        logits: torch.Tensor = self.model(**micro.runnable(self.multiple), use_cache=False).logits
+        logits: torch.Tensor = self.model(**self.runnable(micro), use_cache=False).logits
         return logits
 
     def _loss_of(
@@ -136,7 +148,7 @@ class Loop:
             return loss_sum(logits, micro.labels, chunk, vocab=vocab)
 
     @contextmanager
-    def _around(self, micro: MicroBatch) -> Iterator[None]:
+    def around(self, micro: MicroBatch) -> Iterator[None]:
         with ExitStack() as stack:
             for surrounding in self.surroundings:
                 stack.enter_context(surrounding(micro))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Reader:
-    """Cuts batches by `rules` and lets all ranks agree on them. parts: micro-batches of one batch."""
+    """Cuts batches by `rules` and lets all ranks agree on them. parts: micro-batches of one batch. along: cuts the rows
+    of a micro-batch, once all ranks have agreed on the whole ones."""
 
     mesh: Mesh
     rules: BatchRules
     agreement: Agreement
     parts: int
+    along: Callable[[MicroBatch], MicroBatch] | None = None
 
     def window(self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None) -> Window:
         """One window. Errors: `PlanError` on every rank, where any rank's batch is wrong."""
@@ -82,7 +84,10 @@ class Reader:
                 )  # fmt: skip
         missing = max(row[0] for row in every) - len(window)
         tokens = sum({share(rank): row[1] for rank, row in enumerate(every)}.values())  # each share once
-        return Window(window + [MicroBatch.missing(self.mesh.device)] * missing, tokens, any(row[3] for row in every))
+        window = window + [MicroBatch.missing(self.mesh.device)] * missing
+        if self.along is not None:
+            window = [self.along(micro) for micro in window]
+        return Window(window, tokens, any(row[3] for row in every))
 
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:

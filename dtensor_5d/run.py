@@ -16,6 +16,7 @@ from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
 from dtensor_5d.checkpoint import pretrained
 from dtensor_5d.checkpoint.gather import whole
+from dtensor_5d.context.rows import RowCutter
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.engine import Engine
@@ -42,6 +43,7 @@ class Parts:
     data: DataParallel
     tensor: TensorState | None
     experts: ExpertState | None
+    context: RowCutter | None
     agreement: Agreement
 
 
@@ -132,6 +134,8 @@ class Run:
             out = self._parts.engine.logits(micro)
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
+        if self._parts.context is not None:
+            out = self._parts.context.joined(out, micro)
         return out[:, : micro.length]
 
     def first_difference(self, batch: Batch) -> str | None:
@@ -142,8 +146,8 @@ class Run:
         micro = self._parts.reader.window(batch, need_labels=False, parts=1).micro[0]
         if self._parts.tensor is None:
             return None
-        with self._looking():
-            return first_difference(self.model, self._parts.tensor, micro.runnable(self.sequence_multiple))
+        with self._looking(), self._parts.engine.around(micro):
+            return first_difference(self.model, self._parts.tensor, self._parts.engine.runnable(micro))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""

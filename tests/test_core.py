@@ -133,15 +133,13 @@ def test_what_is_not_built_yet_is_refused_by_name():
     text = "\n".join(map(str, built_violations(degrees, options)))
     for part in (
         "pp > 1",
-        "cp > 1",
         "schedule='zbv'",
-        "context=",
         "capacity needs dispatch",
         "compile=",
         "fp16",
     ):
         assert part in text
-    assert text.count("not in this version") == 6
+    assert text.count("not in this version") == 4
     assert built_violations(Degrees(dp_shard=8), Options(zero=1, microbatches=4, precision="bf16")) == []
 
 

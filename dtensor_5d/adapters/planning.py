@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtensor_5d.adapters.context_rules import context_rules, context_violations
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
 from dtensor_5d.adapters.expert_rules import cuts_experts, expert_rules, expert_units
 from dtensor_5d.adapters.tensor_rules import can_cut_tokens, family_violations, tensor_rules
@@ -74,6 +75,9 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
         rules["tp"] = tensor_rules(model, decoder, own, sequence=cuts_tokens(decoder, options), apart=apart)
         if degrees.tp > 1:  # else known when the degrees are resolved
             bad += tensor_violations(model, decoder, rules["tp"], degrees.tp)
+    if degrees.cp != 1:
+        rules["cp"] = context_rules(model, decoder, options.rules.get("cp", {}))
+        bad += context_violations(model, decoder, rules["cp"], degrees, options)
     if bad:
         raise PlanError(bad)
     return rules

@@ -143,7 +143,7 @@ class _Routed:
         out = self._made(hidden, index, weights).to(hidden_states.dtype)
         if group is not None:
             out = all_gather_split(out, group, 0, sizes)
-        return out.view_as(hidden_states)
+        return out if out.shape == hidden_states.shape else out.view_as(hidden_states)  # FSDP2 warns of views
 
     def _made(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Of this rank's own tokens. With etp each rank takes those of all ranks of etp and makes a summand of them."""

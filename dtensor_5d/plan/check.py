@@ -13,19 +13,16 @@ from dtensor_5d.plan.patterns import matches
 __all__ = ["built_violations", "rule_violations"]
 
 # Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
-_AXES_TO_COME = {"pp": "pipeline", "cp": "context"}
+_AXES_TO_COME = {"pp": "pipeline"}
 _OPTIONS_TO_COME: dict[str, str] = {
     "regather": "pipeline",
     "schedule": "pipeline",
     "chunks": "pipeline",
     "layers_per_stage": "pipeline",
-    "context": "context",
-    "balance": "context",
-    "ulysses": "context",
     "float8": "float8",
     "compile": "compilation",
 }
-_RULES_TO_COME = {"pp": "pipeline", "cp": "context"}
+_RULES_TO_COME = {"pp": "pipeline"}
 
 
 def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
@@ -43,6 +40,7 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
     if degrees.tp == 1 and options.rules.get("tp"):
         bad.append(Violation("rules for tp with tp=1", "there is nothing to cut over 1 rank", "remove rules['tp']"))
     bad += _expert_violations(degrees, options, changed)
+    bad += _context_violations(degrees, options, changed)
     bad += [
         Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
         for name, what in _OPTIONS_TO_COME.items()
@@ -73,6 +71,23 @@ def _expert_violations(degrees: Degrees, options: Options, changed: dict[str, An
     if options.capacity is not None and options.dispatch == "two_step":
         asked = f"capacity={options.capacity} with dispatch='two_step'"
         bad.append(Violation(asked, "capacity needs dispatch all_to_all or all_gather", "use one of these, or None"))
+    return bad
+
+
+def _context_violations(degrees: Degrees, options: Options, changed: dict[str, Any]) -> list[Violation]:
+    bad: list[Violation] = []
+    if degrees.cp == 1:
+        bad += [
+            Violation(f"{name}={changed[name]!r} with cp=1", "the sequence is cut over the ranks of cp, at least 2",
+                      f"give cp a degree, or leave {name} at its default")
+            for name in ("context", "balance", "ulysses")
+            if name in changed
+        ]  # fmt: skip
+        if options.rules.get("cp"):
+            bad.append(Violation("rules for cp with cp=1", "there is nothing to cut over 1 rank", "remove rules['cp']"))
+    elif options.ulysses is not None and options.context != "ring+ulysses":
+        bad.append(Violation(f"ulysses={options.ulysses} with context={options.context!r}",
+                             "it is the size of a team of context='ring+ulysses'", "leave it out"))  # fmt: skip
     return bad
 
 

@@ -1,0 +1,111 @@
+"""Rows cut along the sequence: whole micro-batches -> this rank's tokens with their `Scope`, and back (contract C3).
+
+    whole rows, shifted labels, documents   --order of each row-->   pieces of this rank   --join-->   whole rows
+
+Shapes: B rows, S tokens of a whole row, L = S / ranks tokens of it on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_5d.batch import MicroBatch
+from dtensor_5d.context.attention import Kept
+from dtensor_5d.context.scope import Scope
+from dtensor_5d.loss import IGNORE
+from dtensor_5d.order import PADDING, Document, Order, make_order
+
+__all__ = ["LocalRows", "RowCutter"]
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """What attention needs to know of rows that were cut.
+
+    places: where the local tokens stand in their whole row, `[L]`, or `[B, L]` where rows are cut differently.
+    longest: the largest position of the whole rows + 1. kept: what recomputation need not compute again, by module.
+    """
+
+    scope: Scope
+    places: Tensor
+    longest: int
+    kept: dict[int, Kept] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class RowCutter:
+    """Cuts rows over the ranks of `group` in the order `balance`; strategy, ulysses: as in `Scope`.
+
+    multiple: what whole rows were padded to a multiple of.
+    """
+
+    group: dist.ProcessGroup
+    multiple: int
+    balance: str = "zigzag"
+    strategy: str = "ring"
+    ulysses: int | None = None
+
+    def local(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's tokens of whole rows; `tokens` counts its own supervised ones. Empty rows stay as they are."""
+        device = micro.inputs["input_ids"].device
+        if micro.is_empty:
+            nothing = Document(0, self.multiple, PADDING)
+            order = make_order(self.balance, self.multiple, self.group.size(), (nothing,))
+            return replace(micro, local=LocalRows(self._scope((order,)), self._places((order,), device), 1))
+        assert micro.documents is not None, "rows that are cut say which documents they hold"
+        orders = orders_of(micro.documents, self.balance, self.group.size())
+        places = self._places(orders, device)
+        inputs = {key: _picked(value, places) for key, value in micro.inputs.items()}
+        labels = _picked(micro.labels, places) if micro.labels is not None else None
+        real = micro.inputs["position_ids"][:, : micro.length]
+        local = LocalRows(self._scope(orders), places, int(real.max()) + 1)
+        tokens = int((labels != IGNORE).sum()) if labels is not None else 0
+        return replace(micro, inputs=inputs, labels=labels, documents=None, tokens=tokens, local=local)
+
+    def joined(self, values: Tensor, micro: MicroBatch) -> Tensor:
+        """Whole rows `[B, S, ...]` in their own order, from the values `[B, L, ...]` of each rank's tokens."""
+        orders = micro.local.scope.orders
+        every = values.new_empty(self.group.size() * values.shape[0], *values.shape[1:])
+        dist.all_gather_single(every, values.contiguous(), group=self.group)
+        parts = every.unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
+        back = [torch.tensor(order.inverse(), device=values.device) for order in orders]
+        if len(back) == 1:
+            return parts[:, back[0]]
+        return torch.stack([row[index] for row, index in zip(parts, back)])
+
+    def _scope(self, orders: tuple[Order, ...]) -> Scope:
+        return Scope(self.group, orders, strategy=self.strategy, ulysses=self.ulysses)
+
+    def _places(self, orders: Sequence[Order], device: torch.device) -> Tensor:
+        mine = [
+            torch.cat([torch.arange(p.start, p.stop, p.step) for p in order.pieces[self.group.rank()]])
+            for order in orders
+        ]
+        return (mine[0] if len(mine) == 1 else torch.stack(mine)).to(device)
+
+
+def orders_of(documents: Tensor, balance: str, ranks: int) -> tuple[Order, ...]:
+    """The order of each row of documents `[B, S]`; one for all where they are alike."""
+    rows = documents.cpu()
+    if bool((rows == rows[:1]).all()):
+        rows = rows[:1]
+    return tuple(make_order(balance, rows.shape[1], ranks, _runs(row)) for row in rows)
+
+
+def _runs(row: Tensor) -> list[Document]:
+    """The documents of one row, in order."""
+    ids, counts = torch.unique_consecutive(row, return_counts=True)
+    stops = counts.cumsum(0)
+    return [
+        Document(stop - count, stop, number)
+        for number, count, stop in zip(ids.tolist(), counts.tolist(), stops.tolist())
+    ]
+
+
+def _picked(values: Tensor, places: Tensor) -> Tensor:
+    return values[:, places] if places.dim() == 1 else values.gather(1, places)
