@@ -37,6 +37,7 @@ from dtensor_5d.expert.check import expert_violations
 from dtensor_5d.expert.keep import is_routing
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
+from dtensor_5d.names import Names
 from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
 from dtensor_5d.random import RandomStreams, stream_seed
@@ -72,8 +73,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         asked = f"a model or plan on ranks {other[:8]} that is not that of rank 0"
         needs = "all ranks must give the same plan and the same parameters (shapes, dtypes, trainable, on meta)"
         raise PlanError(Violation(asked, needs, "build model and plan from the same settings on every rank"))
+    names = Names.of(model)
     if not any(p.is_meta for p in model.parameters()):
-        same_weights(model, agreement)
+        same_weights(model, names, agreement)
 
     options = plan.options.settled(plan.degrees.pp)
     streams = RandomStreams(model, mesh.coordinate()["loss"], mesh.device)  # other tokens, other dropout
@@ -129,6 +131,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     )  # fmt: skip
     parts = Parts(
         decoder=decoder,
+        names=names,
         reader=Reader(mesh, batches, agreement, options.microbatches, rows.local if rows is not None else None),
         engine=engine,
         data=data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
 from dtensor_5d.checkpoint import pretrained
-from dtensor_5d.checkpoint.gather import whole
+from dtensor_5d.checkpoint.gather import whole_model
 from dtensor_5d.context.rows import RowCutter
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
@@ -24,6 +24,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.apply import ExpertState
 from dtensor_5d.loss import LossFunction
 from dtensor_5d.mesh import Mesh
+from dtensor_5d.names import Names
 from dtensor_5d.plan import Plan
 from dtensor_5d.reading import Batch, Reader
 from dtensor_5d.sections import sections_of
@@ -38,6 +39,7 @@ class Parts:
     """What `parallelize` found out and made on the way, for `Run` to work with."""
 
     decoder: Decoder
+    names: Names
     reader: Reader
     engine: Engine
     data: DataParallel
@@ -96,7 +98,8 @@ class Run:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, replicas counted once: a 0-dim tensor, the same on all ranks."""
-        return grad_norm(self.parameters())
+        counted = self._parts.names.counted(self.named_parameters())
+        return grad_norm(counted, group=self.mesh["world"].get_group(), stages=self.mesh.degrees.pp)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns the norm before that."""
@@ -150,19 +153,17 @@ class Run:
             return first_difference(self.model, self._parts.tensor, self._parts.engine.runnable(micro))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Every named parameter as a full tensor on every rank, by Hugging Face name. A debugging aid."""
-        packed = sections_of(self.model)
-        return {name: whole(p, packed.get(name)) for name, p in self.named_parameters()}
+        """Every parameter of every stage as a full tensor on every rank, by Hugging Face name. A debugging aid."""
+        return self._whole(dict(self.named_parameters()))
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradient of every named parameter as a full tensor on every rank, zeros where there is none."""
-        packed = sections_of(self.model)
-        return {
-            name: torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-            if p.grad is None
-            else whole(p.grad, packed.get(name))
-            for name, p in self.named_parameters()
-        }
+        """The gradient of every parameter of every stage as a full tensor on every rank, zeros where there is none."""
+        return self._whole(
+            {
+                name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if p.grad is None else p.grad
+                for name, p in self.named_parameters()
+            }
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The stored parameters of this rank, for an optimizer."""
@@ -200,6 +201,9 @@ class Run:
     @property
     def _device(self) -> torch.device:
         return self.mesh.device
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return whole_model(tensors, self._parts.names, self.mesh["pp"], sections_of(self.model))
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
         group = self.mesh["loss"]

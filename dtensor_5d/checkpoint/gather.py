@@ -1,4 +1,5 @@
-"""Whole tensors from shards: on one rank, the others sending their part and holding nothing more; or on every rank.
+"""Whole tensors from shards: on one rank, the others sending their part and holding nothing more; or on every rank,
+also those of other pipeline stages.
 
 `DTensor.full_tensor` would put the whole on every rank, and in torch 2.13 it fails where a dim is cut unevenly twice.
 """
@@ -6,18 +7,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_5d.checkpoint.agree import my_rank
 from dtensor_5d.checkpoint.slices import Runs, chunk_sizes, cutting_order, local_part, placed_slices, put, shape_of
+from dtensor_5d.names import Names
 from dtensor_5d.ops.exchange import gathered
 from dtensor_5d.sections import Sections
 
-__all__ = ["gather_to", "whole"]
+__all__ = ["gather_to", "whole", "whole_model"]
 
 _IN_FLIGHT = 2**28
 
@@ -41,6 +45,39 @@ def whole(tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tenso
     if sections is None:
         return out.clone() if out.data_ptr() == local_part(tensor).data_ptr() else out
     return torch.empty_like(out).index_copy_(sections.dim, sections.order().to(out.device), out)
+
+
+def whole_model(
+    tensors: Mapping[str, torch.Tensor], names: Names, stages: DeviceMesh, sections: Mapping[str, Sections]
+) -> dict[str, torch.Tensor]:
+    """The whole of every tensor of every stage on every rank, by its first name, in the model's order; copies.
+
+    tensors: by name what this rank holds of them (parameters, or their gradients), the same names on all ranks of a
+    stage. stages: the mesh of the pipeline axis, of size 1 where there is none. sections: of the packed ones.
+    A tensor that several stages hold (a tied one) is the first one's. Collective over all ranks; one stage after the
+    other sends, so it is an aid for looking, not for training.
+    """
+    mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    held = [mine]
+    if stages.size() > 1:
+        held = [mine] * stages.size()
+        dist.all_gather_object(held, mine, group=stages.get_group())
+    holder: dict[str, tuple[int, str]] = {}  # first name -> the stage that sends it, and its name there
+    for stage, there in enumerate(held):
+        for name in there:
+            holder.setdefault(names.first.get(name, name), (stage, name))
+    out = {}
+    # Should someone have added parameters since, they come last.
+    for first in [n for n in dict.fromkeys((*names.order, *holder)) if n in holder]:
+        stage, name = holder[first]
+        if stage == stages.get_local_rank():
+            out[first] = whole(tensors[name], sections.get(name)).contiguous()
+        else:
+            shape, dtype = held[stage][name]
+            out[first] = torch.empty(shape, dtype=dtype, device=stages.device_type)
+        if stages.size() > 1:
+            dist.broadcast(out[first], group=stages.get_group(), group_src=stage)
+    return out
 
 
 def gather_to(writer: int, tensor: torch.Tensor, sections: Sections | None = None) -> torch.Tensor | None:

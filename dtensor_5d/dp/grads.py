@@ -1,12 +1,19 @@
 """The norm of all gradients and clipping, over any mix of meshes, DTensors and plain tensors.
 
-torch's own `clip_grad_norm_` stacks the norms of all parameters and so refuses tensors on different meshes. Here every
-rank sums the squares of what it holds, grouped by the mesh axes that the tensors are cut over; each group is summed
-over exactly those axes. An element that several ranks hold as replicas is thereby counted once.
+torch's own `clip_grad_norm_` stacks the norms of all parameters and so refuses tensors on different meshes; one
+reduction per mesh would do, but stages of a pipeline may hold parameters on different meshes. Here every rank divides
+the squares of what it holds by the number of ranks that hold the same, and one sum over all ranks counts each element
+once:
+
+    4 ranks, 2 stages          rank 0        rank 1        rank 2        rank 3
+    stage 0, whole             g^2 / 2       g^2 / 2
+    stage 0, cut in 2          g0^2          g1^2
+    stage 1, cut in 2                                      g0^2          g1^2
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -16,29 +23,30 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 __all__ = ["clip_grads_", "grad_norm"]
 
 
-def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients as one 0-dim float64 tensor, the same on every rank (a collective).
+def grad_norm(
+    parameters: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None, stages: int = 1
+) -> torch.Tensor:
+    """The 2-norm of all gradients as one 0-dim float64 tensor, the same on every rank: one collective over `group`.
+
+    parameters: of this rank's stage, a parameter that several stages hold (a tied one) on one of them only.
+    group: all ranks (None: of the job), `stages` equal parts of them, each part holding every parameter of its stage.
 
     Parameters without a gradient count 0. NaN and infinity come through. Errors: `ValueError` for a gradient that is
     a partial sum (it has not been reduced yet).
     """
-    cut_over: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    held: dict[int, list[torch.Tensor]] = {}  # over how many ranks they are cut -> gradients
     device = torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
-        # A parameter whose gradient is missing still names its groups: all ranks must ask for the same reductions.
-        groups = _groups(parameter)
-        key = tuple(group.group_name for group in groups)
-        held = cut_over.setdefault(key, (groups, []))[1]
         if parameter.grad is not None:
-            held.append(_local(parameter.grad))
+            held.setdefault(_parts(parameter), []).append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for key in sorted(cut_over):
-        groups, tensors = cut_over[key]
-        squares = _squares(tensors, device)
-        for group in groups:
-            dist.all_reduce(squares, group=group)
-        total += squares
+    for parts, tensors in held.items():
+        assert ranks % (parts * stages) == 0, "each rank of a stage must hold its share of every parameter"
+        total += _squares(tensors, device) * (parts * stages / ranks)
+    if ranks > 1:
+        dist.all_reduce(total, group=group)
     return total.sqrt()
 
 
@@ -57,16 +65,12 @@ def clip_grads_(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch
         torch._foreach_mul_(grads, scale.to(device, dtype))
 
 
-def _groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
-    """The process groups over which this parameter is cut; axes of size 1 need no sum."""
+def _parts(parameter: torch.Tensor) -> int:
+    """Over how many ranks this parameter is cut."""
     if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if not isinstance(placement, Replicate) and mesh.size(axis) > 1
-    ]
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements)
+    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
