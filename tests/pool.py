@@ -113,6 +113,7 @@ def _received(rank: int, message: tuple[str, Any, str]) -> Outcome:
 def _serve(connection: Connection, rank: int) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -138,6 +139,8 @@ def _serve(connection: Connection, rank: int) -> None:
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # DTensor remembers meshes and hands out an old, equal one, whose groups are gone by now.
+            _clear_sharding_prop_cache()
             data = pickle.dumps(message)
         except BaseException as error:
             data = pickle.dumps(("error", RuntimeError(f"after the trial: {error!r}"), traceback.format_exc()))

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from dtensor_5d.checkpoint.agree import SHOWN, agree, agree_on, my_rank, short
+from dtensor_5d.checkpoint.agree import SHOWN, agree, agree_on, everyones, my_rank, short
 from dtensor_5d.checkpoint.conversion import Converted, convert
 from dtensor_5d.checkpoint.export import save_pretrained
 from dtensor_5d.checkpoint.folder import Folder, config_violations, other_settings, read_folder, sample
@@ -22,6 +23,8 @@ from dtensor_5d.sections import sections_of
 
 # Buffers that older versions of transformers saved and the models of today compute.
 _OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+
+_BLOCK = 1024  # rows that are compared at a time
 
 __all__ = ["init_weights", "load_pretrained", "local_slices", "save_pretrained"]
 
@@ -90,7 +93,7 @@ def _same_everywhere(folder: Path, found: Folder) -> None:
 
 
 def _misfits(folder: Path, template: Template, converted: Converted, model: nn.Module) -> list[Violation]:
-    """Everything that does not fit between the folder's tensors and the model's."""
+    """Everything that does not fit between the folder's tensors and the model's. Collective."""
     here = named_tensors(model)
     sources = converted.sources
     named = {template.first_name[name] for name in sources}
@@ -114,7 +117,7 @@ def _misfits(folder: Path, template: Template, converted: Converted, model: nn.M
         *_counted(f"of {len(template.stored)} tensors of the model, missing in {folder}", missing, "all of them", fits),
         *_counted(f"of {found} tensors in {folder}, unknown to the model", unexpected, "none may be left over", fits),
         *short(shapes),
-        *_untied(template, sources),
+        *_untied(folder, template, sources),
     ]
 
 
@@ -134,32 +137,43 @@ def _not_ignored(template: Template, unexpected: set[str]) -> list[str]:
     return sorted(key for key in info.unexpected_keys if not key.endswith(_OLD_BUFFERS))
 
 
-def _untied(template: Template, sources: dict[str, Source]) -> list[Violation]:
-    """Tensors that the model ties and the folder holds several times, with different values."""
+def _untied(folder: Path, template: Template, sources: dict[str, Source]) -> list[Violation]:
+    """Tensors that the model ties and the folder holds several times, with different values. Collective.
+
+    A model of many ranks is loaded by the slice; here too each rank compares some blocks of rows only.
+    """
     by_tensor: dict[str, list[str]] = {}
     for name in sources:
         by_tensor.setdefault(template.first_name[name], []).append(name)
-    wrong = []
-    for first, *others in (names for names in by_tensor.values() if len(names) > 1):
-        for other in others:
+    pairs = [(first, other) for first, *others in by_tensor.values() for other in others]
+    if not pairs:
+        return []
+    differ, unreadable = [], []
+    for first, other in pairs:
+        try:
             if not _equal(sources[first], sources[other]):
-                wrong.append(
-                    Violation(
-                        f"{first} and {other} differ in the folder: 2 tensors",
-                        "the model ties them: 1 tensor",
-                        "set tie_word_embeddings=False in the config, or remove one from the folder",
-                    )
-                )
-    return wrong
+                differ.append((first, other))
+        except Exception as error:  # whatever a read raises: the other ranks must hear of it
+            told = f"{first} or {other} could not be read from {folder} ({error})"
+            unreadable.append(Violation(told, "every tensor must be readable", "fetch the folder again"))
+    found = dict.fromkeys(pair for there in everyones(differ) for pair in there)
+    return unreadable + [
+        Violation(
+            f"{first} and {other} differ in the folder: 2 tensors",
+            "the model ties them: 1 tensor",
+            "set tie_word_embeddings=False in the config, or remove one from the folder",
+        )
+        for first, other in found
+    ]
 
 
 def _equal(a: Source, b: Source) -> bool:
-    """Whether two sources hold the same values, block by block of rows so that neither is held whole."""
+    """Whether two sources hold the same values, as far as this rank's blocks of rows go."""
     if a.shape != b.shape:
         return False
-    rows, step = a.shape[0], 4096
-    for start in range(0, rows, step):
-        runs = ((slice(start, min(start + step, rows)),), *((slice(0, n),) for n in a.shape[1:]))
+    rows, ranks = a.shape[0], dist.get_world_size() if dist.is_initialized() else 1
+    for start in range(my_rank() * _BLOCK, rows, ranks * _BLOCK):
+        runs = ((slice(start, min(start + _BLOCK, rows)),), *((slice(0, n),) for n in a.shape[1:]))
         if not torch.equal(a.read(runs), b.read(runs)):
             return False
     return True

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtensor_5d import PlanError
+from dtensor_5d.checkpoint import pretrained
 from dtensor_5d.checkpoint.pretrained import load_pretrained
 from tests.checkpoint.layouts import on_meta, sharded
 from tests.families.tiny import tiny_config, tiny_model
@@ -175,6 +176,23 @@ def test_tied_weights_that_differ(tmp_path):
     tied = on_meta(tiny_config("llama", tie_word_embeddings=True))
     load_pretrained(tied, tmp_path, device="cpu")
     assert torch.equal(tied.lm_head.weight, tensors["lm_head.weight"])
+
+
+def ties_apart(rank, folder):
+    model = on_meta(tiny_config("llama", tie_word_embeddings=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "_BLOCK", 8)
+        load_pretrained(model, folder, device="cpu")
+
+
+def test_tied_weights_that_differ_where_another_rank_looks(tmp_path):
+    """And each block of rows is read by one rank."""
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][17] += 1  # rows 16 to 23 are rank 2's
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fails_on_ranks(3, ties_apart, str(tmp_path), error=PlanError, match=r"^lm_head.weight and model.embed.* differ")
 
 
 def test_a_wrapper_is_no_model(good):
