@@ -111,16 +111,16 @@ class ContextParallel(ParallelStyle):
         if adapts_to_length(module) and self.state is not None:
             on_whole_range(module, lambda: state.rows.longest if state.rows is not None else None)
             return module
-        why = refusal(str(getattr(getattr(module, "config", None), "model_type", ""))) if self.state is None else None
-        if why is not None:
-            asked = f"ContextParallel for {type(module).__name__}"
-            raise PlanError(Violation(asked, f"attention must run over a cut sequence, but {why}", "use another axis"))
         if not dispatches_attention(module):
             raise PlanError(
                 Violation(f"ContextParallel for {type(module).__name__}",
                           "must be an attention module that transformers dispatches",
                           'name the attention of the layers, for example {"model.layers.*.self_attn": style}')
             )  # fmt: skip
+        why = refusal(str(getattr(module.config, "model_type", ""))) if self.state is None else None
+        if why is not None:
+            asked = f"ContextParallel for {type(module).__name__}"
+            raise PlanError(Violation(asked, f"attention must run over a cut sequence, but {why}", "use another axis"))
         _register()
         module.__dict__[_NOTE] = _Layer(state, module)
         state.modules.append(module)

@@ -17,16 +17,16 @@ from tests.tensor.doubles import StayDouble
 
 CHANGES = {
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 2, "num_kv_shared_layers": 0},
 }
 # Rounding of fp32 grows beyond 1e-5 in these, on one process as well: compared in fp64 instead, at 1e-10.
-ILL_CONDITIONED = ("gemma3n_text", "gemma4_text", "phimoe")
+ILL_CONDITIONED = ("gemma3n_text", "gemma4_text")
 RUN = [name for name in FAMILIES if refusal(tiny_config(name).model_type) is None]
 
 
+# phimoe, which draws lots in training: tests/context/test_alone.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RUN if name not in OFTEN])
+@pytest.mark.parametrize("name", [name for name in RUN if name not in (*OFTEN, "phimoe")])
 def test_gradients_equal_those_of_one_process(name):
     model = {"num_hidden_layers": 2, **CHANGES.get(name, {})}
     if name in ILL_CONDITIONED:
