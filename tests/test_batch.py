@@ -165,3 +165,14 @@ def test_nan_where_nothing_is_supervised_reaches_neither_loss_nor_gradient():
     logits.grad = None
     nothing(logits * 1.0).backward()
     assert (logits.grad == 0).all()
+
+
+def test_positions_of_padding_in_packed_rows_are_arbitrary():
+    """As the package's own loader fills up its last row."""
+    documents = torch.tensor([[0, 0, 1, 1, -1, -1]] * 2)
+    positions = torch.tensor([[0, 1, 0, 1, 0, 0]] * 2)
+    (micro,) = cut({"input_ids": ids(), "labels": ids(), "document_ids": documents, "position_ids": positions})
+    assert micro.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1]] * 2
+    assert "position_ids that differ" in refused(
+        {"input_ids": ids(), "labels": ids(), "document_ids": documents, "position_ids": positions.flip(1)}
+    )

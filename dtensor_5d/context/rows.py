@@ -7,7 +7,6 @@ Shapes: B rows, S tokens of a whole row, L = S / ranks tokens of it on this rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +20,9 @@ from dtensor_5d.loss import IGNORE
 from dtensor_5d.order import PADDING, Document, Order, make_order
 
 __all__ = ["LocalRows", "RowCutter"]
+
+_KNOWN = 8
+"""Orders whose tiles are kept for the next rows that are cut alike."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class RowCutter:
     balance: str = "zigzag"
     strategy: str = "ring"
     ulysses: int | None = None
+    _known: dict[tuple[Order, ...], tuple[Scope, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def local(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of whole rows; `tokens` counts its own supervised ones. Empty rows stay as they are."""
@@ -56,14 +59,14 @@ class RowCutter:
         if micro.is_empty:
             nothing = Document(0, self.multiple, PADDING)
             order = make_order(self.balance, self.multiple, self.group.size(), (nothing,))
-            return replace(micro, local=LocalRows(self._scope((order,)), self._places((order,), device), 1))
+            return replace(micro, local=LocalRows(*self._cut_as((order,), device), longest=1))
         assert micro.documents is not None, "rows that are cut say which documents they hold"
         orders = orders_of(micro.documents, self.balance, self.group.size())
-        places = self._places(orders, device)
+        scope, places = self._cut_as(orders, device)
         inputs = {key: _picked(value, places) for key, value in micro.inputs.items()}
         labels = _picked(micro.labels, places) if micro.labels is not None else None
         real = micro.inputs["position_ids"][:, : micro.length]
-        local = LocalRows(self._scope(orders), places, int(real.max()) + 1)
+        local = LocalRows(scope, places, int(real.max()) + 1)
         tokens = int((labels != IGNORE).sum()) if labels is not None else 0
         return replace(micro, inputs=inputs, labels=labels, documents=None, tokens=tokens, local=local)
 
@@ -78,15 +81,18 @@ class RowCutter:
             return parts[:, back[0]]
         return torch.stack([row[index] for row, index in zip(parts, back)])
 
-    def _scope(self, orders: tuple[Order, ...]) -> Scope:
-        return Scope(self.group, orders, strategy=self.strategy, ulysses=self.ulysses)
-
-    def _places(self, orders: Sequence[Order], device: torch.device) -> Tensor:
-        mine = [
-            torch.cat([torch.arange(p.start, p.stop, p.step) for p in order.pieces[self.group.rank()]])
-            for order in orders
-        ]
-        return (mine[0] if len(mine) == 1 else torch.stack(mine)).to(device)
+    def _cut_as(self, orders: tuple[Order, ...], device: torch.device) -> tuple[Scope, Tensor]:
+        """The scope of rows in these orders, and where the tokens of this rank stand in them."""
+        if orders not in self._known:
+            mine = [
+                torch.cat([torch.arange(p.start, p.stop, p.step) for p in order.pieces[self.group.rank()]])
+                for order in orders
+            ]
+            places = (mine[0] if len(mine) == 1 else torch.stack(mine)).to(device)
+            while len(self._known) >= _KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[orders] = Scope(self.group, orders, strategy=self.strategy, ulysses=self.ulysses), places
+        return self._known[orders]
 
 
 def orders_of(documents: Tensor, balance: str, ranks: int) -> tuple[Order, ...]:

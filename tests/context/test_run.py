@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from dtensor_5d import Degrees, Plan, PlanError, build_mesh, parallelize, plan_for
 from tests.context.batches import packed, padded
 from tests.context.cases import recorded
-from tests.families.tiny import VOCAB, tiny_model
+from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, fails_on_ranks, run_ranks
 from tests.parity import Case, check_parity, rows
 
@@ -365,6 +366,39 @@ def _missed(rank):
 
 def test_c15_attention_that_did_not_go_round_is_told():
     fails_on_ranks(2, _missed, error=PlanError, match=r"1 of 2 attention modules \(layers \[1\]\) attended otherwise")
+
+
+def _from_meta(rank, degrees):
+    """Weights that come later, buffers of rotary embeddings among them; bf16 in between."""
+    model = {**TINY, "rope_parameters": {**_LONG, "original_max_position_embeddings": 32}}
+    found = []
+    for precision in (None, "bf16"):
+        config = tiny_config("phi3", **model)
+        plan = plan_for(config, degrees, precision=precision, recompute="selective")
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config)
+        run = parallelize(made, plan, build_mesh(degrees, "cpu"))
+        run.init_weights(seed=3)
+        found.append(run.step([rows(0, 2, 40, VOCAB), rows(1, 1, 17, VOCAB)]).item())
+    return found
+
+
+def test_models_from_meta_and_bf16():
+    (exact, _), *_ = run_ranks(1, _from_meta, Degrees())
+    for whole, half in run_ranks(2, _from_meta, Degrees(cp=2)):
+        assert math.isclose(whole, exact, rel_tol=1e-5) and math.isclose(half, exact, rel_tol=1e-2)
+
+
+def _compared(rank):
+    run = _run("qwen3", Degrees(cp=2, tp=2))
+    batch = rows(0, 2, 13, VOCAB)
+    same = run.first_difference(batch)
+    run.model.model.norm.register_forward_hook(lambda module, args, out: out + 1e-3 * (rank % 2))
+    return same, run.first_difference(batch)
+
+
+def test_the_first_module_that_differs_over_tp():
+    assert run_ranks(4, _compared) == [(None, "model.norm")] * 4
 
 
 # --- plans
