@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dtensor_5d.documents import document_numbers, explicit_violations, packed_positions, whole_positions
+from dtensor_5d.documents import document_numbers, explicit_violations, packed_positions, whole_positions, with_offsets
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.loss import IGNORE
 from dtensor_5d.order import PADDING
@@ -105,6 +105,7 @@ def cut_window(
             Violation(f"a batch of type {type(batches).__name__}", "must be a dict of [B, S] tensors or a list of them",
                       "give for example {'input_ids': ids, 'labels': ids}")
         )  # fmt: skip
+    batches = [with_offsets(batch) if isinstance(batch, Mapping) else batch for batch in batches]
     bad: list[Violation] = []
     for i, batch in enumerate(batches):
         where = f"batch {i}: " if len(batches) > 1 else ""

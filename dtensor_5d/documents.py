@@ -2,6 +2,7 @@
 
     position_ids    0 1 2 3 | 0 1 2      they start again, so here are two documents
     document_ids    5 5 5 5 | 8 8 8      a run of equal ids is a document
+    cu_seqlens      0         4       7  where documents start, and where the last one ends
     attention_mask  0 0 1 1   1 1 1      0 is padding: document id -1
 
 Shapes: B rows, S tokens of a whole row; every tensor is [B, S].
@@ -10,16 +11,43 @@ Shapes: B rows, S tokens of a whole row; every tensor is [B, S].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtensor_5d.errors import Violation
+from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.loss import IGNORE
 from dtensor_5d.order import PADDING
 
-__all__ = ["document_numbers", "explicit_violations", "packed_positions", "whole_positions"]
+__all__ = ["document_numbers", "explicit_violations", "packed_positions", "whole_positions", "with_offsets"]
+
+
+def with_offsets(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch whose documents are told by `cu_seqlens` (where each starts in the rows laid end to end, and B x S last),
+    with `document_ids` instead; any other batch as it is.
+
+    Example: two rows of 4 tokens, `cu_seqlens = [0, 3, 4, 8]` -> document_ids `[[0, 0, 0, 1], [2, 2, 2, 2]]`.
+    Errors: `PlanError` for offsets that do not fill the rows, and for documents told twice.
+    """
+    offsets = batch.get("cu_seqlens")
+    if offsets is None:
+        return batch
+    ids = batch.get("input_ids")
+    total = ids.numel() if isinstance(ids, Tensor) else 0
+    fine = isinstance(offsets, Tensor) and offsets.dim() == 1 and not offsets.is_floating_point() and len(offsets) > 1
+    if not fine or int(offsets[0]) or int(offsets[-1]) != total or bool((offsets[1:] <= offsets[:-1]).any()):
+        what = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+        needs = f"must be whole numbers that go up from 0 to B x S = {total}"
+        change = "give the start of each document, and the end of the last one"
+        raise PlanError(Violation(f"cu_seqlens {what}", needs, change))
+    if batch.get("document_ids") is not None:
+        raise PlanError(Violation("both cu_seqlens and document_ids", "documents are told once", "remove one of them"))
+    assert isinstance(ids, Tensor)
+    numbers = torch.searchsorted(offsets[1:].contiguous(), torch.arange(total, device=offsets.device), right=True)
+    rest = {key: value for key, value in batch.items() if key != "cu_seqlens"}
+    return {**rest, "document_ids": numbers.view(ids.shape)}
 
 
 def packed_positions(given: Mapping[str, Tensor]) -> Tensor | None:

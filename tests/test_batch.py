@@ -176,3 +176,12 @@ def test_positions_of_padding_in_packed_rows_are_arbitrary():
     assert "position_ids that differ" in refused(
         {"input_ids": ids(), "labels": ids(), "document_ids": documents, "position_ids": positions.flip(1)}
     )
+
+
+def test_documents_told_by_offsets():
+    batch = {"input_ids": ids(), "labels": ids()}
+    (micro,) = cut(batch | {"cu_seqlens": torch.tensor([0, 2, 6, 9, 12])})
+    assert micro.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]]
+    for offsets in ([0, 2, 2, 12], [1, 12], [0, 11], [0]):
+        assert "go up from 0 to B x S = 12" in refused(batch | {"cu_seqlens": torch.tensor(offsets)})
+    assert "told once" in refused(batch | {"cu_seqlens": torch.tensor([0, 12]), "document_ids": ids()})
