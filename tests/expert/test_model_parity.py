@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dtensor_5d import Degrees
+from dtensor_5d.families.tensor import PROVED
+from tests.families.tiny import tiny_config
 from tests.pairwise import pairwise
 from tests.parity import Case, check_parity, one_without_tokens, padded, ragged, uneven
 
@@ -48,3 +50,31 @@ ROWS = pairwise(OPTIONS)
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_gradients_equal_those_of_one_process(row):
     check_parity(_case(row, "qwen3_moe"))
+
+
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text",
+    "granitemoe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "dots1", "flex_olmo", "afmoe", "glm4_moe_lite",
+    "solar_open", "granitemoeshared", "minimax", "lfm2_moe", "jamba", "qwen3_next", "deepseek_v32",
+)  # fmt: skip
+BY_FAMILY = {
+    "ep": Degrees(dp_shard=2, ep=2),
+    "efsdp, etp": Degrees(dp_shard=4, ep=1, etp=2),
+    "tp": Degrees(dp_shard=2, tp=2, ep=4),
+    "tp, etp": Degrees(tp=2, etp=2),
+}
+
+
+def _family_case(family, degrees, options=None):
+    return Case(family, degrees, options or {}, {"num_hidden_layers": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", BY_FAMILY.values(), ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, degrees):
+    if degrees.tp > 1 and tiny_config(family).model_type not in PROVED:
+        pytest.skip("the tensor axis has no rules for it")
+    check_parity(_family_case(family, degrees))
+    if degrees.tp > 1:
+        check_parity(_family_case(family, degrees, {"sequence_parallel": False}))
