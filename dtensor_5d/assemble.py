@@ -33,7 +33,7 @@ from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
 from dtensor_5d.engine import Loop
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.apply import apply_rules as apply_expert_rules
-from dtensor_5d.expert.check import expert_violations
+from dtensor_5d.expert.check import expert_violations, node_violations
 from dtensor_5d.expert.keep import is_routing
 from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.families.facts import facts_for
@@ -165,9 +165,8 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         if resolved != mesh.degrees:
             asked = f"a plan for {plan.degrees} on a mesh of {mesh.degrees}"
             bad.append(Violation(asked, "both must have the same degrees", "build the mesh from plan.degrees"))
-    if plan.options.dispatch == "two_step" and mesh.ranks_per_node is None:
-        asked, needs = "dispatch='two_step'", "the mesh must know how many ranks share a node"
-        bad.append(Violation(asked, needs, "give build_mesh(..., ranks_per_node=n), or use dispatch='all_to_all'"))
+    if plan.options.dispatch == "two_step":
+        bad += node_violations(mesh.ranks_per_node, mesh.lanes("ep"), mesh.degrees.ep)
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     if plan.model and kind != plan.model:

@@ -23,17 +23,19 @@ __all__ = ["expert_load", "load_balancing_loss", "update_bias"]
 def expert_load(index: Tensor, experts: int, counts: Tensor | None = None) -> Tensor:
     """[E] int64: how many tokens of this rank chose each expert.
 
-    index [.., K]; counts [..], bool or 0/1: which tokens are no padding (None: all).
+    index [.., K]; counts [..], bool or 0/1: which tokens are no padding (None: all). An index that is out of range
+    counts nowhere (who dispatches by it says what is wrong with it).
 
     Example:
         >>> expert_load(torch.tensor([[0, 2], [0, 1]]), 3, torch.tensor([True, False]))
         tensor([1, 0, 1])
     """
-    flat, ones = index.reshape(-1), None
+    flat = index.reshape(-1)
+    ones = (flat >= 0) & (flat < experts)
     if counts is not None:
-        ones = counts.reshape(-1, 1).long().expand(counts.numel(), index.size(-1)).reshape(-1)
+        ones = ones & counts.bool().reshape(-1, 1).expand(counts.numel(), index.size(-1)).reshape(-1)
     # Not bincount: it asks the device for the largest index, and waits.
-    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat) if ones is None else ones)
+    return flat.new_zeros(experts).scatter_add_(0, flat.clamp(0, experts - 1), ones.to(flat.dtype))
 
 
 def update_bias(bias: Tensor, load: Tensor, rate: float, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
