@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_5d.adapters.context_rules import context_violations, explicit_rows, rows_multiple
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
-from dtensor_5d.adapters.expert_rules import cuts_experts
+from dtensor_5d.adapters.expert_rules import auxiliary_coefficient, auxiliary_violations, cuts_experts
 from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
@@ -33,8 +33,9 @@ from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
 from dtensor_5d.engine import Loop
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.apply import apply_rules as apply_expert_rules
-from dtensor_5d.expert.check import expert_violations
+from dtensor_5d.expert.check import expert_violations, node_violations
 from dtensor_5d.expert.keep import is_routing
+from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.names import Names
@@ -117,6 +118,14 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
     data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
+    routers = None
+    if decoder.experts or decoder.other_experts:
+        routers = RouterWatch(
+            model, (*decoder.experts, *decoder.other_experts), decoder.routers, mesh["loss"].get_group(),
+            cut=mesh["tp"].get_group() if sequence and apart else None,
+            coefficient=auxiliary_coefficient(model),
+            copies=1 if apart else mesh.degrees.tp,
+        )  # fmt: skip
     multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
     batches = _batch_rules(model, decoder, multiple=multiple, cut=context is not None)
     rows = None
@@ -128,6 +137,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         multiple=multiple // mesh.degrees.cp,
         tensor=tensor,
         surroundings=[context.around] if context is not None else [],
+        routers=routers,
     )  # fmt: skip
     parts = Parts(
         decoder=decoder,
@@ -138,6 +148,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         tensor=tensor,
         experts=experts,
         context=rows,
+        routers=routers,
         agreement=agreement,
     )
     return Run(model, plan, mesh, parts)
@@ -154,15 +165,9 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         if resolved != mesh.degrees:
             asked = f"a plan for {plan.degrees} on a mesh of {mesh.degrees}"
             bad.append(Violation(asked, "both must have the same degrees", "build the mesh from plan.degrees"))
-    if plan.options.dispatch == "two_step" and mesh.ranks_per_node is None:
-        asked, needs = "dispatch='two_step'", "the mesh must know how many ranks share a node"
-        bad.append(Violation(asked, needs, "give build_mesh(..., ranks_per_node=n), or use dispatch='all_to_all'"))
+    if plan.options.dispatch == "two_step":
+        bad += node_violations(mesh.ranks_per_node, mesh.lanes("ep"), mesh.degrees.ep)
     config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        bad.append(
-            Violation("output_router_logits=True", "the auxiliary router loss is not in this version",
-                      "set config.output_router_logits = False")
-        )  # fmt: skip
     kind = getattr(config, "model_type", "")
     if plan.model and kind != plan.model:
         bad.append(Violation(f"a plan for {plan.model!r}", f"the model is {kind!r}", "make the plan from this model"))
@@ -174,6 +179,7 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         decoder = find_decoder(model)
     except PlanError as error:
         raise PlanError([*bad, *error.violations]) from None
+    bad += auxiliary_violations(model, decoder, mesh.degrees)
     if decoder.head is None:
         asked, needs = f"{type(model).__name__} without a head", "1 projection to the vocabulary is required"
         bad.append(Violation(asked, needs, "build it with AutoModelForCausalLM"))

@@ -59,7 +59,8 @@ class MicroBatch:
     """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`.
 
     `length`: tokens of a row before padding to the multiple. `documents`: [B, S] with `PADDING`, where rows are to be
-    cut along S; there positions are given and no mask is. `local`: what the context axis needs of rows that it cut.
+    cut along S; there positions are given and no mask is. `local`: what the context axis needs of rows that it cut;
+    `real` [B, S] bool: which of their tokens are no padding.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -69,6 +70,7 @@ class MicroBatch:
     length: int = 0
     documents: torch.Tensor | None = None
     local: Any = None
+    real: torch.Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -84,6 +86,17 @@ class MicroBatch:
         if not self.is_empty:
             return self.inputs
         return {"input_ids": torch.zeros(1, multiple, dtype=torch.long, device=self.inputs["input_ids"].device)}
+
+    def counted(self, multiple: int = 1) -> torch.Tensor:
+        """[B, S] bool, of `runnable`: which tokens are there, neither padding of the user's nor of ours."""
+        ids = self.runnable(multiple)["input_ids"]
+        if self.is_empty:
+            return torch.zeros_like(ids, dtype=torch.bool)
+        if self.real is not None:
+            return self.real
+        here = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) < self.length
+        mask = self.inputs.get("attention_mask")
+        return here if mask is None else here & mask.bool()
 
 
 def cut_window(

@@ -15,6 +15,7 @@ from dtensor_5d.batch import MicroBatch
 from dtensor_5d.chunked import loss_sum, pending_logits, tokens_at_a_time
 from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.loss import LossFunction, nothing
 from dtensor_5d.random import RandomStreams
 from dtensor_5d.tensor.state import TensorState
@@ -63,7 +64,7 @@ class TrainResult:
 
 
 class Loop:
-    """Micro-batch after micro-batch, each forward and backward. Steers the data and the tensor axis."""
+    """Micro-batch after micro-batch, each forward and backward. Steers data and tensor axis, watches routers."""
 
     def __init__(
         self,
@@ -76,20 +77,24 @@ class Loop:
         multiple: int,
         tensor: TensorState | None = None,
         surroundings: Sequence[Surrounding] = (),
+        routers: RouterWatch | None = None,
     ) -> None:
         self.model, self.decoder, self.data, self.streams = model, decoder, data, streams
         self.device, self.multiple, self.tensor, self.surroundings = device, multiple, tensor, tuple(surroundings)
+        self.routers = routers
 
     def train(self, window: Sequence[MicroBatch], number: int, tokens: int, loss: LossFunction | None) -> TrainResult:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         problems: list[Exception] = []
+        if self.routers is not None:
+            self.routers.new_window()
         with self._window():
             for at, micro in enumerate(window):
                 self.data.micro_batch(is_last=at + 1 == len(window))
                 with self.streams.of(number, at), self.around(micro):
-                    part = self._loss_of(micro, loss, tokens, problems)
+                    part, share = self._watched(micro, loss, tokens, problems)
                     part.backward()
-                total += part.detach()
+                total += share
         return TrainResult(total, problems[0] if problems else None)
 
     def loss_sum(self, window: Sequence[MicroBatch]) -> torch.Tensor:
@@ -109,9 +114,26 @@ class Loop:
     def runnable(self, micro: MicroBatch) -> dict[str, torch.Tensor]:
         return micro.runnable(self.multiple)
 
+    def _watched(
+        self, micro: MicroBatch, loss: LossFunction | None, tokens: int, problems: list[Exception]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what to go backward from, this rank's share of its value); with the routers' own loss where one is asked."""
+        if self.routers is None:
+            part = self._loss_of(micro, loss, tokens, problems)
+            return part, part.detach()
+        with self.routers.micro_batch(micro.counted(self.multiple)):
+            part = self._loss_of(micro, loss, tokens, problems)
+        share = part.detach()
+        auxiliary = self.routers.auxiliary() if tokens else None  # no supervised token anywhere: no loss at all
+        if auxiliary is not None:
+            part, share = part + auxiliary.summand, share + auxiliary.share
+        return part, share
+
     def _forward(self, micro: MicroBatch) -> torch.Tensor:
+        # The routers' loss is ours: transformers knows one rank's tokens only.
+        more = {} if self.routers is None or self.routers.coefficient is None else {"output_router_logits": False}
         # Without use_cache=False transformers builds a cache even in training, and packed documents see each other.
-        logits: torch.Tensor = self.model(**self.runnable(micro), use_cache=False).logits
+        logits: torch.Tensor = self.model(**self.runnable(micro), use_cache=False, **more).logits
         return logits
 
     def _loss_of(

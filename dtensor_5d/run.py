@@ -22,6 +22,7 @@ from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.engine import Engine
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.apply import ExpertState
+from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.loss import LossFunction
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.names import Names
@@ -46,6 +47,7 @@ class Parts:
     tensor: TensorState | None
     experts: ExpertState | None
     context: RowCutter | None
+    routers: RouterWatch | None
     agreement: Agreement
 
 
@@ -109,7 +111,25 @@ class Run:
         clip_grads_(self.parameters(), max_norm, norm)
         return norm
 
+    def update_expert_bias(self, rate: float) -> None:
+        """Balances experts without an auxiliary loss: once per optimizer step, after it.
+
+        Each router's correction bias moves by `rate` against the load (of all tokens of all ranks since the last call,
+        padding not counted); its mean stays 0. Errors: `PlanError` for a family whose routers have no such bias.
+        """
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
+            raise PlanError(Violation(f"a bias update of rate={rate!r}", "must be > 0", "give for example 0.001"))
+        self._parts.data.reshard()
+        self._watch("update_expert_bias").update_biases(float(rate))
+
     # --- looking
+
+    def expert_load(self) -> dict[str, torch.Tensor]:
+        """Experts module -> [E] int64: how many tokens of the last window chose each expert, over all ranks.
+
+        Padding is no load; a token counts once for each of its choices. Errors: `PlanError` for a dense model.
+        """
+        return self._watch("expert_load").load()
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """(mean loss over all supervised tokens, their number) of forwards without gradients, the same on all ranks.
@@ -193,6 +213,12 @@ class Run:
         pretrained.save_pretrained(self.model, folder, config=self.model.config, source=self._source, dtype=dtype)
 
     # --- inside
+
+    def _watch(self, what: str) -> RouterWatch:
+        if self._parts.routers is None:
+            asked, needs = f"run.{what} of a dense model", "experts are needed"
+            raise PlanError(Violation(asked, needs, "use a mixture of experts"))
+        return self._parts.routers
 
     @property
     def _dtype(self) -> torch.dtype:

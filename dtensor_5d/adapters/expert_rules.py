@@ -10,9 +10,14 @@ from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.degrees import Degrees
+from dtensor_5d.errors import Violation
+from dtensor_5d.families.facts import facts_for
 from dtensor_5d.plan import matches
 
-__all__ = ["EXPERT_STYLES", "cuts_experts", "expert_rules", "expert_units", "own_input_rules"]
+__all__ = [
+    "EXPERT_STYLES", "auxiliary_coefficient", "auxiliary_violations", "cuts_experts", "expert_rules", "expert_units",
+    "own_input_rules",
+]  # fmt: skip
 
 # Name -> what it says of a module: the experts, or the block around router and experts that take no indices.
 EXPERT_STYLES: Mapping[str, str] = {
@@ -38,6 +43,32 @@ def expert_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any]) -> 
 def expert_units(model: nn.Module, decoder: Decoder) -> list[str]:
     """Patterns of the modules that hold the experts' parameters: FSDP units of their own, over efsdp."""
     return _patterns([*decoder.experts, *decoder.other_experts], [name for name, _ in model.named_modules()])
+
+
+def auxiliary_coefficient(model: nn.Module) -> float | None:
+    """The weight of the auxiliary loss that balances experts; None where the config does not ask for it."""
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "output_router_logits", False):
+        return None
+    return float(getattr(config, "router_aux_loss_coef", 0.0))
+
+
+def auxiliary_violations(model: nn.Module, decoder: Decoder, degrees: Degrees) -> list[Violation]:
+    """Why the auxiliary loss that the config asks for cannot be had."""
+    if auxiliary_coefficient(model) is None:
+        return []
+    kind = str(getattr(model.config, "model_type", ""))
+    asked, change = f"output_router_logits=True for {kind!r}", "set config.output_router_logits = False"
+    bad = []
+    if not facts_for(kind).aux_loss or not hasattr(model.config, "router_aux_loss_coef"):
+        bad.append(Violation(asked, "the family must have an auxiliary loss of its routers", change))
+    elif len(decoder.routers) != len(decoder.experts) or not decoder.routers:
+        needs = f"each of {len(decoder.experts)} experts modules needs a router beside it, {len(decoder.routers)} have"
+        bad.append(Violation(asked, needs, change))
+    if degrees.pp > 1:
+        needs = "it is a product of sums over all layers, which no stage of pp has"
+        bad.append(Violation(f"{asked} with pp={degrees.pp}", needs, f"use pp=1, or {change}"))
+    return bad
 
 
 def own_input_rules(model: nn.Module, decoder: Decoder, is_cut: Any) -> dict[str, str]:

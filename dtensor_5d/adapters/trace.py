@@ -145,9 +145,12 @@ def _run(model: nn.Module, layers: str, tuples: bool) -> _Log:
         if not isinstance(module, _Layer):
             _watch(module, name, log)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    # Without layers there are no router logits for the auxiliary loss that a config can ask for.
+    asked = getattr(model.config, "output_router_logits", False)
+    more = {"output_router_logits": False} if asked else {}
     # The default device too: what the model makes without naming a device must meet the rest on meta.
     with torch.no_grad(), _AnswerZero(), torch.device("meta"):
-        copied(input_ids=tokens, use_cache=False)
+        copied(input_ids=tokens, use_cache=False, **more)
     return log
 
 

@@ -68,7 +68,8 @@ class RowCutter:
         real = micro.inputs["position_ids"][:, : micro.length]
         local = LocalRows(scope, places, int(real.max()) + 1)
         tokens = int((labels != IGNORE).sum()) if labels is not None else 0
-        return replace(micro, inputs=inputs, labels=labels, documents=None, tokens=tokens, local=local)
+        seen = _picked(micro.documents != PADDING, places)
+        return replace(micro, inputs=inputs, labels=labels, documents=None, tokens=tokens, local=local, real=seen)
 
     def joined(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Whole rows `[B, S, ...]` in their own order, from the values `[B, L, ...]` of each rank's tokens."""

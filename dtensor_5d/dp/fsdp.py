@@ -111,7 +111,7 @@ def shard(
             mesh=own,
             reshard_after_forward=reshard,
             mp_policy=exact if fp32 else as_given if style == "experts" else plain,
-            shard_placement_fn=_placement(own.size(own.ndim - 1)),
+            shard_placement_fn=_placement(own.size(own.ndim - 1), style == "experts"),
             ignored_params=whole,
         )
         first = modules[0]
@@ -222,19 +222,21 @@ def _policies(precision: torch.dtype | None) -> tuple[MixedPrecisionPolicy, Mixe
     return plain, exact, as_given
 
 
-def _placement(size: int) -> Any:
+def _placement(size: int, experts: bool = False) -> Any:
     """Shard along dim 0, except 3-D (expert) parameters whose dim 0 does not divide and whose last dim does.
 
-    Not dim 1: there the gate and up halves of fused experts meet, and a loader that concatenates them along that dim
-    would fill a plain shard with the wrong rows.
+    Not dim 1 by choice: there the gate and up halves of fused experts meet, and a loader that concatenates them along
+    that dim would fill a plain shard with the wrong rows. experts: in a unit of experts only the dims after it are
+    tried too, for biases as well, so that no rank is left without a part where there are fewer experts than ranks.
     """
 
     def choose(parameter: nn.Parameter) -> Shard | None:
         # What another axis has left on this rank is what gets sharded here.
         shape = parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape
-        if len(shape) == 3 and shape[0] % size and shape[2] % size == 0:
-            return Shard(2)
-        return None
+        if shape[0] % size == 0 or not (experts or len(shape) == 3):
+            return None
+        dims = range(len(shape) - 1, 0, -1) if experts else (2,)
+        return next((Shard(dim) for dim in dims if shape[dim] % size == 0), None)
 
     return choose
 

@@ -1,7 +1,9 @@
 """Keeping experts evenly loaded: counts, the auxiliary loss as Hugging Face defines it, the bias update without one.
 
-All of them count over *all* data ranks (dp_replicate x dp_shard x cp, and tp where it cuts tokens): give the group
-`mesh["loss"].get_group()`. Padding is no load. Letters: T tokens, K choices, E experts.
+All of them count over *all* data ranks (dp_replicate x dp_shard x cp, and tp where it cuts tokens): give the groups
+`mesh["loss"].get_group()` and, with sequence parallelism, `mesh["tp"].get_group()`. Padding is no load.
+
+Letters: T tokens, K choices, E experts.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ __all__ = ["expert_load", "load_balancing_loss", "update_bias"]
 def expert_load(index: Tensor, experts: int, counts: Tensor | None = None) -> Tensor:
     """[E] int64: how many tokens of this rank chose each expert.
 
-    index [.., K]; counts [..], bool or 0/1: which tokens are no padding (None: all).
+    index [.., K]; counts [..], bool or 0/1: which tokens are no padding (None: all). An index that is out of range
+    counts nowhere (who dispatches by it says what is wrong with it).
 
     Example:
         >>> expert_load(torch.tensor([[0, 2], [0, 1]]), 3, torch.tensor([True, False]))
         tensor([1, 0, 1])
     """
+    flat = index.reshape(-1)
+    ones = (flat >= 0) & (flat < experts)
     if counts is not None:
-        index = index[counts.bool()]
-    return torch.bincount(index.reshape(-1), minlength=experts)
+        ones = ones & counts.bool().reshape(-1, 1).expand(counts.numel(), index.size(-1)).reshape(-1)
+    # Not bincount: it asks the device for the largest index, and waits.
+    return flat.new_zeros(experts).scatter_add_(0, flat.clamp(0, experts - 1), ones.to(flat.dtype))
 
 
 def update_bias(bias: Tensor, load: Tensor, rate: float, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
@@ -53,12 +59,12 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, groups: Sequence[dist.P
 
 
 def load_balancing_loss(
-    logits: Sequence[Tensor], top_k: int, *, group: dist.ProcessGroup | None = None, mask: Tensor | None = None
+    logits: Sequence[Tensor], top_k: int, *, groups: Sequence[dist.ProcessGroup] = (), mask: Tensor | None = None
 ) -> Tensor:
     """The auxiliary loss of one micro-batch of all data ranks: E sum over e of f_e p_e, the same on each.
 
     logits: of each layer, [T, E]; f_e: the mean over tokens and layers of how often e was chosen, p_e: the mean of its
-    probability; both over all ranks of `group`. mask [T] or [B, S]: 1 for tokens, 0 for padding.
+    probability; both over all ranks of `groups`. mask [T] or [B, S]: 1 for tokens, 0 for padding.
 
     Gradients are those of this rank's own tokens: sum them over ranks (contract C1), as for any other loss. To be added
     once per micro-batch, times the model's `router_aux_loss_coef`. Formula: Switch Transformer, arXiv:2101.03961, (4)
@@ -78,7 +84,7 @@ def load_balancing_loss(
     rows = weight.sum() if weight is not None else logits[0].new_tensor(float(logits[0].size(0)), dtype=torch.float32)
     sums = torch.stack([torch.stack(chosen).sum(0).detach(), torch.stack(shares).sum(0)])
     count = rows.detach() * len(logits)
-    if group is not None:
+    for group in groups:
         sums = all_reduce_identity(sums, group)
         count = total(count.reshape(1), group)[0]
     fraction, probability = (sums / count.clamp_min(1.0)).unbind()

@@ -17,7 +17,7 @@ from dtensor_5d.expert.style import experts_in
 from dtensor_5d.plan import matches
 from dtensor_5d.plan.patterns import specificity
 
-__all__ = ["expert_violations", "styled_experts"]
+__all__ = ["expert_violations", "node_violations", "styled_experts"]
 
 
 def styled_experts(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,3 +53,15 @@ def expert_violations(model: nn.Module, rules: Mapping[str, Any], degrees: Degre
         needs = "experts are needed to put on the ranks of ep, and this model is dense: it has 0"
         found[Violation(f"{asked} for {kind}", needs, "use ep=1 and etp=1; dp_shard shards a dense model")] = None
     return list(found)
+
+
+def node_violations(ranks_per_node: int | None, lanes: int | None, ep: int) -> list[Violation]:
+    """Why tokens cannot go to their experts in two steps; lanes: ranks of ep that share a node, None: all."""
+    asked, change = "dispatch='two_step'", "use dispatch='all_to_all'"
+    if ranks_per_node is None:
+        needs = "the mesh must know how many ranks share a node"
+        return [Violation(asked, needs, f"give build_mesh(..., ranks_per_node=n), or {change}")]
+    if lanes is not None and ep % lanes:
+        needs = f"the {lanes} ranks of ep on a node must divide ep={ep}"
+        return [Violation(f"{asked} on nodes of {ranks_per_node} ranks", needs, change)]
+    return []

@@ -35,7 +35,7 @@ def _loss_on_ranks(rank, sizes):
     want = load_balancing_loss_func(whole, EXPERTS, TOP, mask.view(1, -1))
     want.backward()
     mine = [layer.detach().split(sizes)[rank].requires_grad_() for layer in whole]
-    got = load_balancing_loss(mine, TOP, group=dist.group.WORLD, mask=mask.split(sizes)[rank])
+    got = load_balancing_loss(mine, TOP, groups=[dist.group.WORLD], mask=mask.split(sizes)[rank])
     got.backward()
     torch.testing.assert_close(got, want)
     for part, layer in zip(mine, whole):

@@ -1,0 +1,149 @@
+"""Auxiliary loss, bias updates and load statistics of whole runs against one process of transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
+from tests.families.tiny import tiny_config, tiny_model
+from tests.harness import fails_on_ranks, run_ranks
+from tests.parity import LR, Case, compare, padded, rows, train
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_hidden_layers": 2}
+
+
+def four_rows(step, rank, vocab):
+    return [rows(100 * step + rank, 4, 12, vocab, supervised=(0.9, 0.3)[rank % 2])]
+
+
+def padded_rows(step, rank, vocab):
+    """More padding on odd ranks; one row is all padding but for a token."""
+    batch = rows(100 * step + rank, 4, 12, vocab)
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [1], [12 - 5 * rank]])).long()
+    return [batch | {"attention_mask": mask, "labels": batch["labels"].where(mask.bool(), -100)}]
+
+
+def _alone(model, case, micro):
+    """Cross entropy of all rows by all tokens; the auxiliary loss of each micro-batch of all data ranks."""
+    vocab = model.config.get_text_config().vocab_size
+    optim = torch.optim.SGD(model.parameters(), lr=LR)
+    steps = []
+    for step in range(3):
+        own = [case.batches(step, rank, vocab)[0] for rank in range(case.degrees.data)]
+        tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in own)
+        total = 0.0
+        for part in range(micro):
+            cut = {key: torch.cat([b[key].tensor_split(micro)[part] for b in own]) for key in own[0]}
+            loss = model(**cut, use_cache=False, num_items_in_batch=tokens).loss
+            loss.backward()
+            total += loss.item()
+        grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.cat([g.flatten().double() for g in grads.values() if g is not None]).norm().item()
+        steps.append({"loss": total, "grads": grads, "norm": norm})
+        optim.step()
+        optim.zero_grad()
+    return {"steps": steps, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def _auxiliary(rank, case, micro):
+    model = tiny_model(case.family, **case.model)
+    reference = copy.deepcopy(model) if rank == 0 else None
+    plan = plan_for(model, case.degrees, microbatches=micro, **case.options)
+    got = train(parallelize(model, plan, build_mesh(case.degrees, "cpu")), case)
+    if reference is not None:
+        want = _alone(reference, case, micro)
+        compare(got, want, case.tol)
+        reference.config.output_router_logits = False
+        plain = _alone(reference, case, micro)
+        assert abs(plain["steps"][0]["loss"] - want["steps"][0]["loss"]) > 1e-3, "the auxiliary loss is no part of it"
+
+
+LAYOUTS = [
+    (Degrees(dp_shard=2), {}, 1, four_rows),
+    (Degrees(dp_shard=2, ep=2), {}, 4, padded_rows),
+    (Degrees(dp_shard=2, tp=2), {}, 1, padded_rows),  # experts cut inside by the tensor rules
+    (Degrees(dp_shard=2, tp=2), {"sequence_parallel": False}, 2, four_rows),
+    (Degrees(dp_shard=2, tp=2, ep=4), {"recompute": "block"}, 2, padded_rows),
+    (Degrees(tp=2, ep=2), {"sequence_parallel": False}, 1, padded_rows),
+]
+
+
+@pytest.mark.parametrize(("degrees", "options", "micro", "batches"), LAYOUTS)
+def test_auxiliary_loss_is_that_of_one_process(degrees, options, micro, batches):
+    case = Case("qwen3_moe", degrees, options, AUXILIARY, batches=batches)
+    run_ranks(degrees.world_size, _auxiliary, case, micro)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen2_moe", "olmoe", "ernie4_5_moe", "gpt_oss", "minimax_m2", "granitemoe", "granitemoeshared",
+     "flex_olmo", "jamba", "qwen3_next", "minimax"],
+)  # fmt: skip
+def test_auxiliary_loss_of_every_family_that_has_one(family):
+    batches = four_rows if family in ("jamba", "qwen3_next", "minimax") else padded_rows
+    run_ranks(2, _auxiliary, Case(family, Degrees(dp_shard=2, ep=2), {}, AUXILIARY, batches=batches), 2)
+
+
+def _update(rank, family, degrees, micro, batches):
+    """(load of the last window, biases) after two windows and two updates."""
+    model = tiny_model(family, num_hidden_layers=2)
+    run = parallelize(model, plan_for(model, degrees, microbatches=micro), build_mesh(degrees, "cpu"))
+    every = [[b for r in range(2) for b in batches(step, r, 128)] for step in range(2)]
+    for step in range(2):
+        mine = every[step] if run.data_size == 1 else every[step][run.data_rank :: run.data_size]
+        run.step(mine)
+        run.update_expert_bias(0.01)
+    held = {n: t for n, t in (*run.full_parameters().items(), *run.model.named_buffers()) if n.endswith("_bias")}
+    return run.expert_load(), {n: t.clone() for n, t in held.items() if "expert_bias" in n or "correction" in n}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_load_and_bias_do_not_depend_on_the_layout(family):
+    (alone,) = run_ranks(1, _update, family, Degrees(), 1, padded)
+    load, biases = alone
+    real = sum(int(b["attention_mask"].sum()) for rank in range(2) for b in padded(1, rank, 128))
+    assert load and biases
+    for counts in load.values():
+        assert int(counts.sum()) == 2 * real, "two choices for each token, none for padding"
+    for degrees, micro in ((Degrees(dp_shard=2, ep=2), 4), (Degrees(tp=2, ep=2), 1), (Degrees(dp_shard=2, tp=2), 1)):
+        for other, moved in run_ranks(degrees.world_size, _update, family, degrees, micro, padded):
+            for name, counts in load.items():
+                assert torch.equal(other[name], counts), (degrees, name)
+            for name, bias in biases.items():
+                torch.testing.assert_close(moved[name], bias, msg=f"{degrees} {name}")
+                assert abs(bias.mean().item()) < 1e-6
+
+
+def _refused(rank, what):
+    if what == "dense":
+        model = tiny_model("llama", num_hidden_layers=1)
+        run = parallelize(model, plan_for(model, Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+        run.expert_load()
+    elif what == "no bias":
+        model = tiny_model("qwen3_moe", num_hidden_layers=1)
+        run = parallelize(model, plan_for(model, Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+        run.update_expert_bias(0.1)
+    else:
+        model = tiny_model("deepseek_v3", num_hidden_layers=2)
+        model.config.output_router_logits = True
+        parallelize(model, plan_for(model, Degrees(dp_shard=2)), build_mesh(Degrees(dp_shard=2), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("dense", "run.expert_load of a dense model"),
+        ("no bias", r"model.layers.0.mlp.experts: a router with a correction bias is required"),
+        ("no auxiliary", "output_router_logits=True for 'deepseek_v3': the family must have an auxiliary loss"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(what, match):
+    fails_on_ranks(2, _refused, what, error=PlanError, match=match)
+
+
+def test_families_with_an_auxiliary_loss_have_its_coefficient():
+    assert tiny_config("qwen3_moe").router_aux_loss_coef > 0
