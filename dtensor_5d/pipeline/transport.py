@@ -69,11 +69,11 @@ class Transport:
         self._expected = {}
         for message in expected:
             self._expected.setdefault(message.lane, deque()).append(message)
-        if self._tagged:
-            for lane in self._expected:
-                for _ in range(_AHEAD):
-                    self._post_next(lane)
         try:
+            if self._tagged:
+                for lane in self._expected:
+                    for _ in range(_AHEAD):
+                        self._post_next(lane)
             yield
         except BaseException:
             self._abandon()
@@ -107,11 +107,7 @@ class Transport:
             try:
                 work.wait()
             except RuntimeError as error:
-                action = f"{message.stage}RECV_{message.kind}{message.micro}"
-                raise PipelineError(
-                    f"{action}: {message} did not come from rank {message.peer} of the pipeline axis, which is late "
-                    f"or has died ({error})"
-                ) from error
+                raise _missing(message, error) from error
         if self._tagged:
             self._post_next(message.lane)
         return buffer
@@ -125,7 +121,10 @@ class Transport:
         work = None
         if buffer.numel():
             tag = _tag(message) if self._tagged else 0
-            work = dist.irecv(buffer, group=self._group, group_src=message.peer, tag=tag)
+            try:
+                work = dist.irecv(buffer, group=self._group, group_src=message.peer, tag=tag)
+            except RuntimeError as error:
+                raise _missing(message, error) from error
         self._posted[message] = buffer, work
 
     def _drain(self) -> None:
@@ -182,6 +181,13 @@ class _Lane:
                     f"{action}: {message} could not be sent to rank {message.peer} of the pipeline axis, which is late "
                     f"or has died ({error})"
                 )
+
+
+def _missing(message: Message, error: RuntimeError) -> PipelineError:
+    return PipelineError(
+        f"{message.stage}RECV_{message.kind}{message.micro}: {message} did not come from rank {message.peer} of the "
+        f"pipeline axis, which is late or has died ({error})"
+    )
 
 
 def _tag(message: Message) -> int:
