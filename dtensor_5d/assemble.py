@@ -1,15 +1,16 @@
 """`parallelize`: the order in which the axes are applied to a model, and why.
 
  1. Check everything that can be known without a collective; then let all ranks agree that they got here.
- 2. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
- 3. Experts: parameters become DTensors of ep (and etp). Before the tensor axis, which leaves them alone then.
- 4. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
+ 2. Stages: what other ranks of the pipeline have leaves the model first, so that nothing else is made of it.
+ 3. Stored dtype: master weights are made before they are sharded, so that no rank ever holds both copies whole.
+ 4. Experts: parameters become DTensors of ep (and etp). Before the tensor axis, which leaves them alone then.
+ 5. Tensor and sequence: parameters become DTensors of the tp axis. Before the data axis, which shards what is left.
     Then context: attention modules, with the heads that the tensor axis has left them.
- 5. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
- 6. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
+ 6. Products whose weight gradient can wait, where a schedule asks for that: on the weights that the axes have left.
+ 7. Recomputation: what runs again is the layer as the axes above have made it, their exchanges too.
+ 8. fully_shard, inner units first and the root last: FSDP2 takes what no inner unit has taken. Its hooks stand outside
     of what is recomputed.
- 7. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
-
+ 9. The weights follow later (`run.load_pretrained`, `run.init_weights`) when the model is on meta.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_5d.adapters.context_rules import context_violations, explicit_rows, rows_multiple
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
 from dtensor_5d.adapters.expert_rules import auxiliary_coefficient, auxiliary_violations, cuts_experts
+from dtensor_5d.adapters.pipeline_rules import pipeline_violations
 from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules
@@ -30,6 +32,7 @@ from dtensor_5d.context.apply import apply_attention
 from dtensor_5d.context.rows import RowCutter
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.dp.fsdp import DataParallel, shard, units_of
+from dtensor_5d.dp.stages import StagedData
 from dtensor_5d.engine import Loop
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.apply import apply_rules as apply_expert_rules
@@ -39,12 +42,15 @@ from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.mesh import Mesh
 from dtensor_5d.names import Names
+from dtensor_5d.ops import WeightGradients, make_deferrable
+from dtensor_5d.pipeline.staging import stage_model
 from dtensor_5d.plan import Plan, built_violations
 from dtensor_5d.precision import apply_stored_dtype, compute_dtype
 from dtensor_5d.random import RandomStreams, stream_seed
 from dtensor_5d.reading import Reader
 from dtensor_5d.recompute import recompute_layers
 from dtensor_5d.run import Parts, Run
+from dtensor_5d.staged import Messages, Pipeline
 from dtensor_5d.tensor.apply import apply_rules
 from dtensor_5d.tensor.check import tensor_violations
 from dtensor_5d.weights import same_weights
@@ -80,10 +86,15 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
 
     options = plan.options.settled(plan.degrees.pp)
     streams = RandomStreams(model, mesh.coordinate()["loss"], mesh.device)  # other tokens, other dropout
+    sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
+    multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
+    batches = _batch_rules(model, decoder, multiple=multiple, cut=mesh.degrees.cp > 1)
+    dtype = compute_dtype(options.precision) or model.get_submodule(decoder.embedding).weight.dtype
+    staging = stage_model(model, decoder, options, mesh["pp"]) if mesh.degrees.pp > 1 else None
     apply_stored_dtype(model, options.precision)
+    stages = [range(decoder.n_layers)] if staging is None else [staging.cut.layers(v.number) for v in staging.views]
     tensor = experts = None
     apart = cuts_experts(mesh.degrees)
-    sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
     if apart:
         experts = apply_expert_rules(
             model,
@@ -95,20 +106,23 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             lanes=mesh.lanes("ep"),
         )
     if mesh.degrees.tp > 1:
-        tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence)
+        tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence, stages=stages)
     context = None
     if mesh.degrees.cp > 1:
         keeps = options.recompute == "selective" and decoder.in_order  # attention is as dear as a matrix product
         context = apply_attention(model, plan.rules["cp"], mesh["cp"], mesh.device, keeps=keeps)
-    recompute_layers(
-        list(model.get_submodule(decoder.layers).children()), options.recompute, is_routing if apart else None
-    )
+    store = WeightGradients()
+    if staging is not None:
+        make_deferrable(model, store)
+    for layers in stages:
+        own = [model.get_submodule(decoder.layer(n)) for n in layers]
+        recompute_layers(own, options.recompute, is_routing if apart else None)
     if _has_shards(mesh.degrees, apart) or options.precision is not None:
         shard(
             model,
             _with_replicas(mesh, "fsdp"),
             plan.rules.get("dp", {}),
-            zero=options.zero,
+            zero=2 if options.regather == "window" else options.zero,
             precision=compute_dtype(options.precision),
             fp32_modules=decoder.fp32_modules,
             embedding=decoder.embedding,
@@ -117,28 +131,59 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         )
     elif mesh.device_type != "cpu" and not any(p.is_meta for p in model.parameters()):
         model.to(mesh.device)
-    data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
     routers = None
     if decoder.experts or decoder.other_experts:
+        held = dict(model.named_modules())
         routers = RouterWatch(
-            model, (*decoder.experts, *decoder.other_experts), decoder.routers, mesh["loss"].get_group(),
+            model,
+            [name for name in (*decoder.experts, *decoder.other_experts) if name in held],
+            [name for name in decoder.routers if name in held],
+            mesh["loss"].get_group(),
             cut=mesh["tp"].get_group() if sequence and apart else None,
+            stages=mesh["pp"].get_group(),
             coefficient=auxiliary_coefficient(model),
             copies=1 if apart else mesh.degrees.tp,
-        )  # fmt: skip
-    multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
-    batches = _batch_rules(model, decoder, multiple=multiple, cut=context is not None)
+        )
     rows = None
     if context is not None:
         group = mesh["cp"].get_group()
         rows = RowCutter(group, multiple, options.balance, options.context, options.ulysses)
-    engine = Loop(
-        model, decoder, data, streams, mesh.device,
-        multiple=multiple // mesh.degrees.cp,
-        tensor=tensor,
-        surroundings=[context.around] if context is not None else [],
-        routers=routers,
-    )  # fmt: skip
+    surroundings = [context.around] if context is not None else []
+    data: DataParallel
+    if staging is None:
+        data = DataParallel(model, zero=options.zero, grad_reduce=str(options.grad_reduce))
+        engine = Loop(
+            model,
+            decoder,
+            data,
+            streams,
+            mesh.device,
+            multiple=multiple // mesh.degrees.cp,
+            tensor=tensor,
+            surroundings=surroundings,
+            routers=routers,
+        )
+    else:
+        visits = options.zero == 3 and options.regather == "visit"
+        data = StagedData(model, staging.owners, resharding=visits)
+        engine = Pipeline(
+            model,
+            decoder,
+            data,
+            streams,
+            mesh.device,
+            multiple=multiple // mesh.degrees.cp,
+            world=mesh["world"].get_group(),
+            staging=staging,
+            store=store,
+            options=options,
+            messages=Messages(decoder.hidden, dtype, mesh.degrees.tp if sequence else 1),
+            gather=("visit" if visits else "window") if data.shards else None,
+            reduce=options.grad_reduce if data.shards else None,
+            tensor=tensor,
+            surroundings=surroundings,
+            routers=routers,
+        )
     parts = Parts(
         decoder=decoder,
         names=names,
@@ -204,13 +249,14 @@ def _has_shards(degrees: Degrees, apart: bool) -> bool:
 def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
     """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
     apart = cuts_experts(mesh.degrees)
-    on = {"tp": mesh.degrees.tp > 1, "cp": mesh.degrees.cp > 1, "ep": apart}
+    on = {"pp": mesh.degrees.pp > 1, "tp": mesh.degrees.tp > 1, "cp": mesh.degrees.cp > 1, "ep": apart}
     if not plan.rules or any(on[axis] and axis not in plan.rules for axis in on):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
         return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
     bad = tensor_violations(model, decoder, plan.rules["tp"], mesh.degrees.tp) if on["tp"] else []
     bad += context_violations(model, decoder, plan.rules["cp"], mesh.degrees, plan.options) if on["cp"] else []
     bad += expert_violations(model, plan.rules["ep"], mesh.degrees) if apart else []
+    bad += pipeline_violations(model, decoder, mesh.degrees, plan.options) if on["pp"] else []
     if bad:
         raise PlanError(bad)
     return plan

@@ -33,7 +33,7 @@ def is_random(model: nn.Module) -> bool:
 
 
 class RandomStreams:
-    """One stream per (seed, window, micro-batch, data rank); the process' own stream is left where it was.
+    """One stream per (seed, window, micro-batch, data rank, stage); the process' own stream is left where it was.
 
     The seed is the one torch had when the model was parallelized. A model that draws nothing is not touched.
     """
@@ -45,13 +45,13 @@ class RandomStreams:
         self._devices = [device] if device.type != "cpu" else []
 
     @contextmanager
-    def of(self, window: int, micro_batch: int) -> Iterator[None]:
+    def of(self, window: int, micro_batch: int, stage: int = 0) -> Iterator[None]:
         if not self._draws:
             yield
             return
         kind = self._devices[0].type if self._devices else "cuda"
         with torch.random.fork_rng(devices=self._devices, device_type=kind):
-            torch.manual_seed(stream_seed("dropout", self._seed, window, micro_batch, self._rank))
+            torch.manual_seed(stream_seed("dropout", self._seed, window, micro_batch, self._rank, stage))
             yield
 
 

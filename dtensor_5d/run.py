@@ -28,7 +28,9 @@ from dtensor_5d.mesh import Mesh
 from dtensor_5d.names import Names
 from dtensor_5d.plan import Plan
 from dtensor_5d.reading import Batch, Reader
+from dtensor_5d.schedule import Timeline
 from dtensor_5d.sections import sections_of
+from dtensor_5d.staged import Pipeline
 from dtensor_5d.tensor.compare import first_difference
 from dtensor_5d.tensor.state import TensorState
 
@@ -161,12 +163,23 @@ class Run:
             out = self._parts.context.joined(out, micro)
         return out[:, : micro.length]
 
+    def timeline(self) -> Timeline | None:
+        """When every action of the last window ran on every rank of a pipeline (seconds); None where there is none yet.
+
+        `simulate(t.schedule, t.costs)` says what the schedule promises with the costs that were measured.
+        """
+        engine = self._parts.engine
+        return engine.timeline() if isinstance(engine, Pipeline) else None
+
     def first_difference(self, batch: Batch) -> str | None:
         """The first module whose output is not the same, bit for bit, on the ranks of tp. A debugging aid.
 
         Compared is what every rank of tp has whole. None: there is no difference (or no such axis).
         """
         micro = self._parts.reader.window(batch, need_labels=False, parts=1).micro[0]
+        if self.mesh.degrees.pp > 1:
+            asked, needs = "run.first_difference with pp > 1", "it runs the whole model, and no rank has it"
+            raise PlanError(Violation(asked, needs, "use it with pp=1 and the same tp"))
         if self._parts.tensor is None:
             return None
         with self._looking(), self._parts.engine.around(micro):
@@ -232,9 +245,10 @@ class Run:
         return whole_model(tensors, self._parts.names, self.mesh["pp"], sections_of(self.model))
 
     def _summed(self, value: torch.Tensor) -> torch.Tensor:
-        group = self.mesh["loss"]
-        if group.size() > 1:
-            dist.all_reduce(value, group=group.get_group())
+        # Over the pipeline too, whose last stage has the loss.
+        for group in (self.mesh["loss"], self.mesh["pp"]):
+            if group.size() > 1:
+                dist.all_reduce(value, group=group.get_group())
         return value
 
     @contextmanager
@@ -261,7 +275,8 @@ class Run:
 
     def _require_gradients(self) -> None:
         asked = "run.step under torch.no_grad()" if not torch.is_grad_enabled() else ""
-        if not any(p.requires_grad for p in self.model.parameters()):
+        stages = self.mesh.degrees.pp  # one may be frozen; its engine knows of all
+        if stages == 1 and not any(p.requires_grad for p in self.model.parameters()):
             asked = "run.step of a model whose parameters are all frozen"
         if asked:
             raise PlanError(Violation(asked, "1 trainable parameter and gradients are required", "use run.evaluate"))

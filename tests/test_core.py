@@ -128,19 +128,22 @@ def test_the_default_of_grad_reduce(zero, pp, reduce):
 def test_what_is_not_built_yet_is_refused_by_name():
     degrees = Degrees(pp=2, tp=2, cp=2, dp_shard=2, ep=2)
     options = Options(
-        schedule="zbv", context="ulysses", dispatch="two_step", capacity=1.0, compile=True, precision="fp16"
+        schedule="dualpipe", context="ulysses", dispatch="two_step", capacity=1.0, compile=True, precision="fp16"
     )
     text = "\n".join(map(str, built_violations(degrees, options)))
     for part in (
-        "pp > 1",
-        "schedule='zbv'",
+        "schedule='dualpipe'",
+        "dualpipev",
         "capacity needs dispatch",
         "compile=",
         "fp16",
     ):
         assert part in text
-    assert text.count("not in this version") == 4
+    assert text.count("not in this version") == 2
     assert built_violations(Degrees(dp_shard=8), Options(zero=1, microbatches=4, precision="bf16")) == []
+    assert built_violations(Degrees(pp=2), Options(schedule="zbv", microbatches=4, layers_per_stage=[1] * 4)) == []
+    text = "\n".join(map(str, built_violations(Degrees(), Options(schedule="zbv", regather="window", chunks=2))))
+    assert text.count("there are no stages on 1 rank") == 3
 
 
 # --- plan

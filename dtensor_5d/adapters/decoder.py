@@ -48,6 +48,7 @@ class Decoder:
     buffers_only: modules outside the layers with buffers and no parameters (rotary tables).
     tuple_layers: the model takes element 0 of what a layer returns.
     in_order: every layer runs once, in the order of its number.
+    hidden: the shape of what goes from layer to layer, behind [B, S].
     """
 
     layers: str
@@ -67,6 +68,7 @@ class Decoder:
     buffers_only: tuple[str, ...]
     tuple_layers: bool
     in_order: bool
+    hidden: tuple[int, ...]
 
     def layer(self, number: int) -> str:
         """The name of one layer.
@@ -120,6 +122,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         ),
         tuple_layers=order.tuples,
         in_order=order.visits == tuple(range(len(order.visits))) and len(order.visits) == n_layers,
+        hidden=order.hidden,
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from dtensor_5d.adapters.context_rules import context_rules, context_violations
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
 from dtensor_5d.adapters.expert_rules import cuts_experts, expert_rules, expert_units
+from dtensor_5d.adapters.pipeline_rules import pipeline_rules, pipeline_violations
 from dtensor_5d.adapters.tensor_rules import can_cut_tokens, family_violations, tensor_rules
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
@@ -60,10 +61,14 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     if degrees.tp != 1:
         kind = str(getattr(model.config, "model_type", ""))
         bad += family_violations(kind, decoder, own, options.sequence_parallel)
+    if degrees.pp != 1:
+        bad += pipeline_violations(model, decoder, degrees, options)
     if bad:
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}
     apart = cuts_experts(degrees)
+    if degrees.pp > 1:  # else known when the degrees are resolved
+        rules["pp"] = pipeline_rules(decoder, options, degrees.pp)
     cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
     cut |= apart and degrees.tp != degrees.ep * degrees.etp  # the experts leave ranks of tp
     if cut or options.precision is not None:

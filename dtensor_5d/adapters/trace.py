@@ -28,7 +28,8 @@ class Order:
 
     base: the module whose forward runs the layers. before: what ran before the first layer. between: after the first
     and before the last one. after: after the last one. visits: the numbers of the layers in the order they ran.
-    tuples: whether the model takes element 0 of what a layer returns.
+    tuples: whether the model takes element 0 of what a layer returns. hidden: the shape of what a layer takes, behind
+    [B, S].
     """
 
     base: str
@@ -37,6 +38,7 @@ class Order:
     after: tuple[str, ...]
     visits: tuple[int, ...]
     tuples: bool
+    hidden: tuple[int, ...]
 
 
 def trace_order(model: nn.Module, layers: str) -> Order:
@@ -101,11 +103,13 @@ class _Log:
         self.base: str | None = None
         self.events: list[str | int] = []
         self.dims = 0
+        self.hidden: tuple[int, ...] = ()
 
     def visit(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
         self.events.append(number)
         if self.base is None:
             self.base, self.dims = self.stack[-1], hidden.dim()
+            self.hidden = tuple(hidden.shape[2:])
         elif hidden.dim() < self.dims:
             # Element 0 was taken of the tensor that the layer before handed on: the model expects a tuple.
             self.tuples = True
@@ -126,6 +130,7 @@ class _Log:
             after=names(visits[-1], len(self.events)),
             visits=tuple(event for event in self.events if isinstance(event, int)),
             tuples=self.tuples,
+            hidden=self.hidden,
         )
 
 

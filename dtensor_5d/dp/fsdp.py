@@ -100,6 +100,10 @@ def shard(
     prefetchable: list[tuple[list[str], FSDPModule]] = []
     experts: dict[str, FSDPModule] = {}
     for names, style in units_of(model, rules):
+        # Nothing to shard where another stage has the weights.
+        names = [name for name in names if next(model.get_submodule(name).parameters(), None) is not None]
+        if not names:
+            continue
         modules = [model.get_submodule(name) for name in names]
         _refuse_split_ties(modules, names, tied)
         keep = zero < 3 or _runs_last(names, model)
@@ -132,7 +136,8 @@ def shard(
     )
     for at, (names, here) in enumerate(prefetchable):
         inside = [unit for name, unit in experts.items() if name.startswith(tuple(f"{outer}." for outer in names))]
-        following = [unit for _, unit in prefetchable[at + 1 : at + 2]]
+        # Not across pipeline stages: layers that do not follow on each other.
+        following = [unit for others, unit in prefetchable[at + 1 : at + 2] if _follows(names, others)]
         if inside or following:
             here.set_modules_to_forward_prefetch(inside + following)
     for module in model.modules():
@@ -294,6 +299,11 @@ def _refuse_split_ties(modules: Sequence[nn.Module], names: Sequence[str], tied:
                 asked = f"rules that put {inside[0]} into the unit {list(names)}"
                 needs = f"its weight is tied to {outside}, and tied weights must be in 1 unit"
                 raise PlanError(Violation(asked, needs, "give all of them the same 'unit:NAME', or 'root'"))
+
+
+def _follows(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the second unit's first layer comes right after the first one's last."""
+    return int(others[0].rpartition(".")[2]) == int(names[-1].rpartition(".")[2]) + 1
 
 
 def _runs_last(names: Sequence[str], model: nn.Module) -> bool:

@@ -42,17 +42,20 @@ class Auxiliary:
 class RouterWatch:
     """Watches the experts of a model, and its routers where an auxiliary loss is asked for.
 
-    experts, routers: names. data: the ranks that read other tokens. cut: those over which the tokens of a row are cut
-    (sequence parallelism around the experts). coefficient: of the auxiliary loss, None for none. copies: how many ranks
-    go backward through the same tokens and have their gradients summed.
+    experts, routers: names, those of this rank. data: the ranks that read other tokens. cut: those over which the
+    tokens of a row are cut (sequence parallelism around the experts). stages: those that have other layers. coefficient:
+    of the auxiliary loss, None for none. copies: how many ranks go backward through the same tokens and have their
+    gradients summed.
     """
 
     def __init__(
         self, model: nn.Module, experts: Sequence[str], routers: Sequence[str], data: dist.ProcessGroup,
-        *, cut: dist.ProcessGroup | None = None, coefficient: float | None = None, copies: int = 1,
+        *, cut: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None,
+        coefficient: float | None = None, copies: int = 1,
     ) -> None:  # fmt: skip
         self.coefficient = coefficient
         self._model, self._data, self._cut, self._copies = model, data, cut, copies
+        self._stages = stages
         self._groups = [group for group in (data, cut) if group is not None and group.size() > 1]
         self._mask = torch.zeros(0, dtype=torch.bool)  # [T], of the micro-batch that is watched
         self._watching = False
@@ -90,7 +93,12 @@ class RouterWatch:
 
     def load(self) -> dict[str, Tensor]:
         """Experts module -> [E] int64: tokens of the last window that chose each expert, of all ranks. Collective."""
-        return self._summed(self._window)
+        own = self._summed(self._window)
+        if self._stages is None or self._stages.size() == 1:
+            return own
+        every: list[dict[str, list[int]]] = [{} for _ in range(self._stages.size())]
+        dist.all_gather_object(every, {name: counts.tolist() for name, counts in own.items()}, group=self._stages)
+        return {name: torch.tensor(counts) for found in every for name, counts in found.items()}
 
     def update_biases(self, rate: float) -> None:
         """One step of every router's correction bias against the load since the last call. Collective."""

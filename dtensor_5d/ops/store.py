@@ -51,16 +51,37 @@ def home(weight: Tensor) -> tuple[Tensor, Place | None] | None:
         return None
     if weight.is_leaf:
         return None if is_watched(weight) else (weight, None)
+    node: Any = weight.grad_fn
+    views = 0
+    while node is not None and node.name() in _VIEWS:
+        node, views = node.next_functions[0][0], views + 1
+    if node is not None and node.name() == "_ToTorchTensorBackward":
+        return _home_of_shard(weight, node, views)
     base: Any = weight._base
     if base is None or not base.is_leaf or is_watched(base) or isinstance(base, DTensor) or not base.is_contiguous():
         return None
-    node: Any = weight.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
     only_views = getattr(node, "variable", None) is base
     if not only_views or weight.dtype != base.dtype or _overlaps(weight):
         return None
-    return base, Place(tuple(weight.shape), weight.stride(), weight.storage_offset() - base.storage_offset())
+    return base, _place_in(base, weight)
+
+
+def _home_of_shard(weight: Tensor, node: Any, views: int) -> tuple[Tensor, Place | None] | None:
+    """The same of a rank's own shard, which `DTensor.to_local` gave: its gradient is that of the shard if it was asked
+    for with the parameter's own placements."""
+    parameter: Any = getattr(node.next_functions[0][0], "variable", None)
+    if not isinstance(parameter, DTensor) or is_watched(parameter) or parameter._backward_hooks:
+        return None
+    shard = parameter._local_tensor
+    if tuple(node.grad_placements or ()) != tuple(parameter.placements) or weight.dtype != shard.dtype:
+        return None
+    if not views:
+        return parameter, None
+    return (parameter, _place_in(shard, weight)) if shard.is_contiguous() and not _overlaps(weight) else None
+
+
+def _place_in(base: Tensor, view: Tensor) -> Place:
+    return Place(tuple(view.shape), view.stride(), view.storage_offset() - base.storage_offset())
 
 
 def is_watched(parameter: Tensor) -> bool:
@@ -83,9 +104,12 @@ def accumulate(parameter: Tensor, gradient: Tensor, place: Place | None = None) 
 
     With FSDP2 the parameter is the gathered one, whose `.grad` is what the unit's reduction reads; it may be resharded
     (its storage empty) at this moment. A DTensor gradient takes the parameter's placements, so a partial one is
-    reduced here (contract C2).
+    reduced here (contract C2). A plain gradient of a DTensor is that of the rank's own shard.
     """
     with torch.no_grad():
+        if isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+            _accumulate_shard(parameter, gradient, place)
+            return
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             gradient = gradient.redistribute(placements=parameter.placements)
         gradient = gradient.to(parameter.dtype)
@@ -99,6 +123,23 @@ def accumulate(parameter: Tensor, gradient: Tensor, place: Place | None = None) 
             if parameter.grad is None:
                 parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=gradient.device)
             place.of(parameter.grad).add_(gradient)
+
+
+def _accumulate_shard(parameter: DTensor, gradient: Tensor, place: Place | None) -> None:
+    shard = parameter._local_tensor
+    gradient = gradient.to(shard.dtype)
+    if parameter.grad is None:
+        first = _laid_out_as(shard, gradient) if place is None else torch.zeros_like(shard)
+        if place is not None:
+            place.of(first).add_(gradient)
+        parameter.grad = DTensor.from_local(
+            first, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+        return
+    assert isinstance(parameter.grad, DTensor)
+    held = parameter.grad._local_tensor
+    (held if place is None else place.of(held)).add_(gradient)
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -12,27 +12,13 @@ from dtensor_5d.plan.patterns import matches
 
 __all__ = ["built_violations", "rule_violations"]
 
-# Axes and options that this version knows by name but does not run yet. An issue that builds one removes its line.
-_AXES_TO_COME = {"pp": "pipeline"}
-_OPTIONS_TO_COME: dict[str, str] = {
-    "regather": "pipeline",
-    "schedule": "pipeline",
-    "chunks": "pipeline",
-    "layers_per_stage": "pipeline",
-    "float8": "float8",
-    "compile": "compilation",
-}
-_RULES_TO_COME = {"pp": "pipeline"}
+# Options that this version knows by name but does not run yet. An issue that builds one removes its line.
+_OPTIONS_TO_COME: dict[str, str] = {"float8": "float8", "compile": "compilation"}
 
 
 def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
-    """Axes and options that are legal but not built in this version, each refused by name."""
-    bad = [
-        Violation(f"{axis} > 1 ({axis}={degree})", f"the {_AXES_TO_COME[axis]} axis is not in this version",
-                  f"leave {axis} at 1 and use dp_shard or dp_replicate")
-        for axis, degree in degrees.items()
-        if axis in _AXES_TO_COME and degree != 1
-    ]  # fmt: skip
+    """What does not go together, and options that are legal but not built in this version, each refused by name."""
+    bad: list[Violation] = []
     changed = options.changed()
     if degrees.tp == 1 and options.sequence_parallel:
         bad.append(Violation("sequence_parallel=True with tp=1", "tokens are cut over the ranks of tp, at least 2",
@@ -41,15 +27,11 @@ def built_violations(degrees: Degrees, options: Options) -> list[Violation]:
         bad.append(Violation("rules for tp with tp=1", "there is nothing to cut over 1 rank", "remove rules['tp']"))
     bad += _expert_violations(degrees, options, changed)
     bad += _context_violations(degrees, options, changed)
+    bad += _pipeline_violations(degrees, options)
     bad += [
         Violation(f"{name}={changed[name]!r}", f"{what} is not in this version", f"leave {name} at its default")
         for name, what in _OPTIONS_TO_COME.items()
         if name in changed
-    ]
-    bad += [
-        Violation(f"rules for {axis}", f"the {what} axis is not in this version", f"remove rules[{axis!r}]")
-        for axis, what in _RULES_TO_COME.items()
-        if options.rules.get(axis)
     ]
     if options.precision == "fp16":
         needs = "fp16 needs loss scaling, which is not in this version"
@@ -88,6 +70,24 @@ def _context_violations(degrees: Degrees, options: Options, changed: dict[str, A
     elif options.ulysses is not None and options.context != "ring+ulysses":
         bad.append(Violation(f"ulysses={options.ulysses} with context={options.context!r}",
                              "it is the size of a team of context='ring+ulysses'", "leave it out"))  # fmt: skip
+    return bad
+
+
+def _pipeline_violations(degrees: Degrees, options: Options) -> list[Violation]:
+    bad = []
+    changed = options.changed()
+    if degrees.pp == 1:
+        bad += [
+            Violation(f"{name}={changed[name]!r} with pp=1", "there are no stages on 1 rank",
+                      f"give pp a degree, or leave {name} at its default")
+            for name in ("regather", "schedule", "chunks", "layers_per_stage")
+            if name in changed
+        ]  # fmt: skip
+    elif options.schedule == "dualpipe":
+        bad.append(Violation("schedule='dualpipe'", "it holds 2 copies of the model on each rank: simulated only",
+                             "use schedule='dualpipev'"))  # fmt: skip
+    if options.rules.get("pp"):
+        bad.append(Violation("rules for pp", "stages are contiguous ranges of layers", "use layers_per_stage"))
     return bad
 
 

@@ -15,7 +15,7 @@ from dtensor_5d.schedule.costs import LARGEST, Costs, costs_violation, plain
 from dtensor_5d.schedule.data import Schedule, loop_map, v_map
 from dtensor_5d.schedule.simulate import simulate
 
-__all__ = ["MemoryLimitError", "build", "rounded_up"]
+__all__ = ["MemoryLimitError", "build", "rounded_up", "stage_ranks"]
 
 
 class MemoryLimitError(PlanError):
@@ -100,7 +100,7 @@ def build(
     _check_request(name, ranks, microbatches, chunks, costs, memory_limit)
     shape = _SHAPES[name]
     chunks = chunks or shape.chunks or 2
-    rank_of = v_map(ranks) if shape.v else loop_map(ranks, chunks)
+    rank_of = stage_ranks(name, ranks=ranks, chunks=chunks)
     costs = costs or Costs(1, 1, 1)
     memory_limit = memory_limit if memory_limit is None else min(memory_limit, LARGEST)
     costs.for_stages(len(rank_of))
@@ -112,6 +112,17 @@ def build(
         if peak > memory_limit + 1e-6:
             raise _over_limit(schedule, costs, memory_limit, peak)
     return schedule
+
+
+def stage_ranks(name: str, *, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+    """The rank that holds each stage under a schedule, whatever the number of micro-batches.
+
+    Example:
+        >>> stage_ranks("zbv", ranks=2)
+        (0, 1, 1, 0)
+    """
+    shape = _SHAPES[name]
+    return v_map(ranks) if shape.v else loop_map(ranks, chunks or shape.chunks or 2)
 
 
 def _table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.adapters.stand_in import StandIn
 from dtensor_5d.adapters.tensor_rules import rule_of, section_count
 from dtensor_5d.mesh import with_copies
 from dtensor_5d.random import is_random
@@ -44,15 +45,19 @@ class _Place:
 
 
 def apply_rules(
-    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], mesh: DeviceMesh, *, sequence: bool
-) -> TensorState:
-    """Cuts `model` over `mesh` (the tp axis) as the rules say; they must have passed `tensor_violations`."""
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], mesh: DeviceMesh, *, sequence: bool,
+    stages: Sequence[range] | None = None,
+) -> TensorState:  # fmt: skip
+    """Cuts `model` over `mesh` (the tp axis) as the rules say; they must have passed `tensor_violations`.
+
+    stages: the layers of every pipeline stage on this rank; other layers and modules are stand-ins.
+    """
     state = TensorState(mesh.get_group(), sequence=sequence, draws=is_random(model))
     heads = heads_of(model)
     shared = any(style in ("column_kv", "norm_column_kv") for style in rules.values() if isinstance(style, str))
     copies = heads.copies(mesh.size()) if shared else 1
     grouped = with_copies(mesh, copies) if copies > 1 else None
-    modules = dict(model.named_modules())
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, StandIn)}
     styled = {name: rule_of(name, rules) for name in modules}
     for name, style in styled.items():
         if style is None:
@@ -72,7 +77,9 @@ def apply_rules(
     inner += (f"{decoder.layers}.",) if sequence else ()
     state.whole_outputs = frozenset(n for n in modules if n and not n.startswith(inner)) - {decoder.head}
     if sequence:
-        cut_between([modules[decoder.layer(n)] for n in range(decoder.n_layers)], state)
+        for layers in stages or [range(decoder.n_layers)]:
+            ends = (layers.start == 0, layers.stop == decoder.n_layers)
+            cut_between([modules[decoder.layer(n)] for n in layers], state, *ends)
     return state
 
 

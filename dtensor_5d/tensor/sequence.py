@@ -47,20 +47,23 @@ def out_of_block(x: Tensor, state: TensorState) -> Tensor:
     return reduce_scatter_all_gather(x, state.group, _tokens(x))
 
 
-def cut_between(layers: list[nn.Module], state: TensorState) -> None:
-    """Cuts the tokens before the first of these layers and joins them after the last one."""
+def cut_between(layers: list[nn.Module], state: TensorState, cuts: bool = True, joins: bool = True) -> None:
+    """Cuts the tokens before the first of these layers and joins them after the last one.
+
+    cuts, joins: False where another pipeline stage has done so, or will do so.
+    """
     saved: list[Any] = []
 
     def cut(x: Tensor) -> Tensor:
         if state.draws and layers[0].training:  # other tokens, other dropout
             state.seed = draw_seed(x.device)
             saved.append(switch_stream(x.device, "tokens", state.seed, state.rank))
-        return split_all_gather(x, state.group, _tokens(x))
+        return split_all_gather(x, state.group, _tokens(x)) if cuts else x
 
     def join(x: Tensor) -> Tensor:
         if saved:
             saved.pop().restore()
-        return all_gather_split(x, state.group, _tokens(x))
+        return all_gather_split(x, state.group, _tokens(x)) if joins else x
 
     change_input, change_output = map_hidden(cut), map_output(join)
     layers[0].register_forward_pre_hook(lambda _, args, kwargs: change_input(args, kwargs), with_kwargs=True)

@@ -1,0 +1,199 @@
+"""Runs one rank's row of a lowered schedule: a loop over its actions, and who does what.
+
+    F I W                    the stage
+    SEND RECV                the transport
+    UNSHARD RESHARD REDUCE   whoever holds the parameters (`Parameters`)
+
+Between two stages of one rank nothing is sent; the tensor stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dtensor_5d.pipeline.transport import Message, Transport
+from dtensor_5d.schedule import Action, Schedule
+
+__all__ = ["Parameters", "Record", "Runtime", "StageActions", "Unsharded", "forwards_only", "without_idle_gathers"]
+
+
+class Parameters(Protocol):
+    """What the parameter actions of a schedule do on a rank."""
+
+    def gather(self, stage: int) -> None:
+        """UNSHARD."""
+        ...
+
+    def release(self, stage: int) -> None:
+        """RESHARD."""
+        ...
+
+    def reduce(self, stage: int, last: bool) -> None:
+        """REDUCE_GRAD; `last`: no other follows in this window."""
+        ...
+
+
+class Unsharded:
+    """`Parameters` that every rank holds whole."""
+
+    def gather(self, stage: int) -> None: ...
+    def release(self, stage: int) -> None: ...
+    def reduce(self, stage: int, last: bool) -> None: ...
+
+
+class StageActions(Protocol):
+    """F, I and W of one stage; see `stage.Stage`."""
+
+    def forward(self, micro: int, received: Tensor | None) -> Tensor: ...
+    def backward_input(self, micro: int, gradient: Tensor | None) -> Tensor | None: ...
+    def backward_weight(self, micro: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """When an action ran on this rank, in seconds from the start of its window; waiting for its input not counted."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class Runtime:
+    """One rank of a pipeline. rank: on the pipeline axis. stages: those of this rank, by number.
+
+    shape: of the hidden states of a micro-batch. sends_gradient: by stage, whether its input gradient is wanted.
+    records: of the window that ran last.
+    """
+
+    rank: int
+    stages: Mapping[int, StageActions]
+    transport: Transport
+    parameters: Parameters
+    shape: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
+    sends_gradient: Sequence[bool]
+    records: list[Record] = field(default_factory=list)
+
+    def run(self, schedule: Schedule) -> dict[int, Tensor]:
+        """Runs this rank's row of a lowered schedule; what the last stage's F gave, by micro-batch, where it is here.
+
+        Errors: `PipelineError` for a message that did not come; whatever a stage raises.
+        """
+        row = [a for a in schedule.table[self.rank] if not self._is_void(schedule, a)]
+        last = {a.stage: i for i, a in enumerate(row) if a.kind == "REDUCE_GRAD"}
+        results: dict[int, Tensor] = {}
+        here: dict[tuple[str, int, int], Tensor] = {}
+        self.records.clear()
+        zero = perf_counter()
+        with self.transport.window([self._message(schedule, a) for a in row if a.kind.startswith("RECV")]):
+            for at, action in enumerate(row):
+                stage, kind, micro, _ = action
+                if kind == "UNSHARD":
+                    self.parameters.gather(stage)
+                elif kind == "RESHARD":
+                    self.parameters.release(stage)
+                elif kind == "REDUCE_GRAD":
+                    self.parameters.reduce(stage, last[stage] == at)
+                elif kind.startswith("RECV"):
+                    assert micro is not None
+                    here[kind[-1], stage, micro] = self.transport.receive(self._message(schedule, action))
+                elif kind.startswith("SEND"):
+                    message = self._message(schedule, action)
+                    self.transport.send(message, here.pop((message.kind, message.stage, message.micro)))
+                else:
+                    assert micro is not None
+                    start = perf_counter()
+                    self._compute(schedule, action, micro, here, results)
+                    self.records.append(Record(action, start - zero, perf_counter() - zero))
+        assert not here, list(here)
+        return results
+
+    def _compute(
+        self, schedule: Schedule, action: Action, micro: int, here: dict[tuple[str, int, int], Tensor],
+        results: dict[int, Tensor],
+    ) -> None:  # fmt: skip
+        """`here`: by kind, reading stage and micro-batch, what was received or is to be read or sent next."""
+        number, kind = action.stage, action.kind
+        stage, before, after = self.stages[number], schedule.before(number), schedule.after(number)
+        if kind == "F":
+            received = here.pop(("F", number, micro)) if before is not None else None
+            out = stage.forward(micro, received)
+            if after is None:
+                results[micro] = out
+            else:
+                here["F", after, micro] = out
+        elif kind == "I":
+            wanted = after is not None and self.sends_gradient[after]
+            gradient = here.pop(("B", number, micro)) if wanted else None
+            found = stage.backward_input(micro, gradient)
+            if before is not None and self.sends_gradient[number]:
+                assert found is not None
+                here["B", before, micro] = found
+        else:
+            assert kind == "W", kind
+            stage.backward_weight(micro)
+
+    def _is_void(self, schedule: Schedule, action: Action) -> bool:
+        """A message that carries a gradient which nobody needs: all before it is frozen."""
+        if action.kind == "SEND_B":
+            return not self.sends_gradient[action.stage]
+        if action.kind == "RECV_B":
+            after = schedule.after(action.stage)
+            return after is not None and not self.sends_gradient[after]
+        return False
+
+    def _message(self, schedule: Schedule, action: Action) -> Message:
+        kind, stage, micro = action.kind[-1], action.stage, action.microbatch
+        assert micro is not None
+        toward = schedule.after if kind == "F" else schedule.before
+        if action.kind.startswith("SEND"):
+            reader = toward(stage)
+            assert reader is not None
+            peer = schedule.rank_of[reader]
+        else:
+            source = (schedule.before if kind == "F" else schedule.after)(stage)
+            assert source is not None
+            reader, peer = stage, schedule.rank_of[source]
+        return Message(kind, reader, micro, peer, self.shape(micro), self.dtype)
+
+
+def forwards_only(rank_of: Sequence[int], microbatches: int) -> Schedule:
+    """A schedule on these stages (by stage, its rank) that only runs F: at once, the later stage of a rank first.
+
+    Every rank's order is a part of one order of all, so nothing waits in a circle.
+    """
+    order = sorted(
+        ((stage, micro) for stage in range(len(rank_of)) for micro in range(microbatches)),
+        key=lambda item: (item[0] + item[1], -item[0]),
+    )
+    ranks = max(rank_of) + 1
+    table = tuple(tuple(Action(s, "F", m) for s, m in order if rank_of[s] == rank) for rank in range(ranks))
+    return Schedule("forward", ranks, len(rank_of) // ranks, microbatches, tuple(rank_of), table)
+
+
+def without_idle_gathers(row: Sequence[Action]) -> Iterator[Action]:
+    """A rank's row without a RESHARD whose stage is gathered again before anything else is computed."""
+    skipped: set[int] = set()
+    for at, action in enumerate(row):
+        if at in skipped:
+            continue
+        if action.kind == "RESHARD":
+            for later in range(at + 1, len(row)):
+                following = row[later]
+                if following.kind == "UNSHARD" and following.stage == action.stage:
+                    skipped.add(later)
+                    break
+                if not following.kind.startswith(("SEND", "RECV")):
+                    yield action
+                    break
+            else:
+                yield action
+            continue
+        yield action
