@@ -54,15 +54,26 @@ class ContextState:
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
         self._reached: set[int] = set()
+        self._missed: set[nn.Module] = set()
         if group.size() > 1:  # p2p of NCCL needs a communicator that all ranks have joined
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextState:
         return self  # process groups are not copied; a copied model runs over the same ranks
 
+    def attach(self, module: nn.Module) -> None:
+        """Counts this module among those that attend; each of its calls must reach our attention."""
+        self.modules.append(module)
+        module.register_forward_pre_hook(lambda called, _: self._reached.discard(id(called)))
+        module.register_forward_hook(self._note_call)
+
     def reach(self, module: nn.Module) -> None:
         """Notes that the attention of this module ran over the axis."""
         self._reached.add(id(module))
+
+    def _note_call(self, module: nn.Module, *_: Any) -> None:
+        if self.rows is not None and id(module) not in self._reached:
+            self._missed.add(module)
 
     @contextmanager
     def around(self, micro: MicroBatch) -> Iterator[None]:
@@ -74,7 +85,7 @@ class ContextState:
         tuned = [module for module in self.modules if getattr(module, "attn_temperature_tuning", False)]
         for module in tuned:  # ours, from the positions in the whole row
             module.attn_temperature_tuning = False  # type: ignore[assignment]  # a plain attribute of llama4
-        self.rows, self._reached = micro.local, set()
+        self.rows, self._missed = micro.local, set()
         try:
             yield
         finally:
@@ -83,9 +94,9 @@ class ContextState:
                 module.attn_temperature_tuning = True  # type: ignore[assignment]
             for config, attention in zip(self.configs, before):
                 config._attn_implementation = attention
-        missed = [getattr(module, "layer_idx", None) for module in self.modules if id(module) not in self._reached]
-        if missed:
-            asked = f"{len(missed)} of {len(self.modules)} attention modules (layers {missed[:4]}) attended otherwise"
+        if self._missed:
+            layers = [getattr(module, "layer_idx", None) for module in self.modules if module in self._missed]
+            asked = f"{len(layers)} of {len(self.modules)} attention modules (layers {layers[:4]}) attended otherwise"
             needs = "all must hand q, k and v to the function that their config names"
             change = "leave model.config._attn_implementation alone while the model runs"
             raise PlanError(Violation(asked, needs, change))
@@ -123,7 +134,7 @@ class ContextParallel(ParallelStyle):
             raise PlanError(Violation(asked, f"attention must run over a cut sequence, but {why}", "use another axis"))
         _register()
         module.__dict__[_NOTE] = _Layer(state, module)
-        state.modules.append(module)
+        state.attach(module)
         if self.state is None:
             module.config._attn_implementation = ATTENTION  # type: ignore[union-attr]  # also of what makes masks
             if module.__dict__[_NOTE].tuned:

@@ -43,9 +43,9 @@ class RouterWatch:
     """Watches the experts of a model, and its routers where an auxiliary loss is asked for.
 
     experts, routers: names, those of this rank. data: the ranks that read other tokens. cut: those over which the
-    tokens of a row are cut (sequence parallelism around the experts). stages: those that have other layers. coefficient:
-    of the auxiliary loss, None for none. copies: how many ranks go backward through the same tokens and have their
-    gradients summed.
+    tokens of a row are cut (sequence parallelism around the experts). stages: those that have other layers.
+    coefficient: of the auxiliary loss, None for none. copies: how many ranks go backward through the same tokens and
+    have their gradients summed.
     """
 
     def __init__(
