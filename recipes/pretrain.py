@@ -1,11 +1,14 @@
-"""Trains a small Qwen3 from scratch on text, over data and tensor axis, and writes an ordinary Hugging Face folder.
+"""Trains a small model from scratch on text and writes an ordinary Hugging Face folder.
 
-    torchrun --nproc-per-node 4 recipes/pretrain.py
+    torchrun --nproc-per-node 8 recipes/pretrain.py        # Qwen3-MoE over pipeline, context, tensor and expert axis
+    torchrun --nproc-per-node 4 recipes/pretrain.py        # Qwen3 over the data axis
     torchrun --nproc-per-node 4 recipes/pretrain.py --tp 2
     python recipes/pretrain.py --text my_texts/ --steps 2000 --hidden 256 --layers 6
 
-Without --text it reads the sources of the installed Python standard library. Tokens are bytes, so losses are in nats
-per byte. On two CPU cores it takes about two minutes; with a GPU for each rank it uses them.
+On 8 ranks the axes are pp 2 x cp 2 x tp 2 with ep 2 folded in and the schedule ZBV, unless degrees are given; on other
+numbers all ranks are the data axis. Without --text it reads the sources of the installed Python standard library.
+Tokens are bytes, so losses are in nats per byte. It takes two to five minutes on two CPU cores; with a GPU for each
+rank it uses them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import itertools
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +29,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
@@ -38,6 +42,8 @@ from dtensor_5d.loader import (
     tokenize,
     write_byte_tokenizer,
 )
+
+AXES = ("--pp", "--dp-", "--cp", "--tp", "--ep", "--experts")
 
 
 def arguments() -> argparse.Namespace:
@@ -55,13 +61,23 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dp-shard", type=int, default=-1, help="ranks that share the parameters (default: all that are left)")
     add("--dp-replicate", type=int, default=1, help="copies of such a group")
-    add("--tp", type=int, default=1, help="ranks over which each layer is cut, tokens between blocks too")
+    five = 2 if os.environ.get("WORLD_SIZE") == "8" and not any(a.startswith(AXES) for a in sys.argv) else 1
+    add("--pp", type=int, default=five, help="ranks over which the layers are cut (default %(default)s)")
+    add("--cp", type=int, default=five, help="ranks over which sequences are cut (default %(default)s)")
+    add("--tp", type=int, default=five, help="ranks over which each layer is cut, tokens between blocks too")
+    add("--ep", type=int, default=five, help="ranks over which experts are cut (default %(default)s)")
+    add("--experts", type=int, default=None, help="experts of a layer, 0 for a dense model (default: 8 where ep > 1)")
+    add("--schedule", default="zbv", help="of the pipeline (default %(default)s)")
     add("--zero", type=int, default=3, choices=(1, 2, 3))
-    add("--microbatches", type=int, default=1)
+    add("--microbatches", type=int, help="parts of a batch (default: 2 for each rank of the pipeline, else 1)")
     add("--peak-tflops", type=float, help="peak of one rank, for the MFU (default: that of a measured matrix product)")
     args = parser.parse_args()
     if args.hidden < 64 or args.hidden % 64:
         parser.error(f"--hidden {args.hidden}: must be a multiple of 64 (two heads of 32 for each key and value head)")
+    if args.experts is None:
+        args.experts = 8 if args.ep > 1 else 0
+    if args.microbatches is None:
+        args.microbatches = 2 * args.pp if args.pp > 1 else 1
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")
     return args
@@ -72,16 +88,14 @@ def main() -> None:
     for chatty in ("torchao", "torch.utils._pytree"):  # on import: kernels that a CPU cannot load, deprecations
         logging.getLogger(chatty).setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 64,
-        head_dim=32, max_position_embeddings=max(1024, args.sequence), tie_word_embeddings=True,
-        bos_token_id=END, eos_token_id=END, pad_token_id=END,
-    )  # fmt: skip
-    degrees = Degrees(dp_shard=args.dp_shard, dp_replicate=args.dp_replicate, tp=args.tp)
-    plan = plan_for(
-        config, degrees, zero=args.zero, microbatches=args.microbatches, precision="bf16" if device == "cuda" else None
+    config = model_config(args)
+    degrees = Degrees(
+        pp=args.pp, dp_replicate=args.dp_replicate, dp_shard=args.dp_shard, cp=args.cp, tp=args.tp, ep=args.ep
     )
+    options: dict[str, Any] = {"schedule": args.schedule} if args.pp > 1 else {}
+    if device == "cuda":
+        options["precision"] = "bf16"
+    plan = plan_for(config, degrees, zero=args.zero, microbatches=args.microbatches, **options)
     mesh = build_mesh(degrees, device)
     console = Console(quiet=dist.get_rank() > 0)
     if dist.get_rank() == 0:  # better now than after the training
@@ -89,6 +103,7 @@ def main() -> None:
     console.print(str(plan))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    flops = args.rows * args.sequence * flops_per_token(model, args.sequence)
     run = parallelize(model, plan, mesh)
     run.init_weights(seed=args.seed)
 
@@ -103,7 +118,6 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args.steps))
     peak = dist.get_world_size() * args.peak_tflops * 1e12 if args.peak_tflops else measured_peak(device)
     tokens = args.rows * args.sequence
-    flops = tokens * flops_per_token(config, sum(p.numel() for p in run.parameters()), args.sequence)
     console.print(f"{flops / 1e9:.1f} GFLOP a step, peak of all ranks {peak / 1e12:.2f} TFLOP/s")
 
     with progress(console, args.steps) as show:
@@ -127,13 +141,33 @@ def main() -> None:
         console.print(generate(args.out), markup=False, highlight=False)
 
 
+def model_config(args: argparse.Namespace) -> Qwen3Config | Qwen3MoeConfig:
+    """Qwen3, or Qwen3-MoE with experts of half the size of its MLP, two for each token."""
+    sizes: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 64,
+        head_dim=32, max_position_embeddings=max(1024, args.sequence), tie_word_embeddings=True,
+        bos_token_id=END, eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    if not args.experts:
+        return Qwen3Config(**sizes)
+    return Qwen3MoeConfig(
+        **sizes, num_experts=args.experts, num_experts_per_tok=2, moe_intermediate_size=3 * args.hidden // 2,
+        norm_topk_prob=True,
+    )  # fmt: skip
+
+
 def learning_rate(step: int, steps: int) -> float:
     """The factor of a step: up in 20 steps, then down along a cosine to a tenth."""
     return min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
-def flops_per_token(config: Qwen3Config, parameters: int, sequence: int) -> float:
-    """Forward and backward: 6 for each parameter of a product (the tied head once) and causal attention."""
+def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
+    """Forward and backward: 6 for each parameter of a product (the tied head once, of experts those chosen) and causal
+    attention."""
+    config = model.config
+    chosen = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1.0
+    parameters = sum(p.numel() * (chosen if ".experts." in name else 1.0) for name, p in model.named_parameters())
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence / 2
     return 6 * parameters + attention
 
