@@ -77,10 +77,12 @@ def explicit_rows(model: nn.Module) -> Explicit:
 def _family(model: nn.Module, options: Options) -> Iterator[Violation]:
     kind = str(getattr(model.config, "model_type", ""))
     why = refusal(kind)
-    can_set = getattr(type(model), "_can_set_attn_implementation", lambda: False)
-    if why is None and not can_set():
+    # The model may be wrapped by adapters.
+    models = [type(module) for module in model.modules() if hasattr(type(module), "_can_set_attn_implementation")]
+    can_set = bool(models) and models[0]._can_set_attn_implementation()
+    if why is None and not can_set:
         why = "its attention is not dispatched by transformers"
-    if why is not None and not (options.rules.get("cp") and can_set()):
+    if why is not None and not (options.rules.get("cp") and can_set):
         change = "use dp_shard or tp, which leave the sequence whole"
         yield Violation(f"cp for the family {kind!r}", f"attention must run over a cut sequence, but {why}", change)
 

@@ -14,7 +14,7 @@ says. The model's own attention is in place where no rows are run: called by han
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -44,12 +44,16 @@ class ContextState:
     """What the attention modules of one model share: the group, which rows are being run, and who was reached.
 
     modules: those that attend. configs: every config that names an attention to them or to what makes masks. keeps: a
-    forward keeps its outputs for the recomputation that follows in backward, which then sends nothing.
+    forward keeps its outputs for the recomputation that follows in backward, which then sends nothing. alone: the
+    modules run cut rows only.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, keeps: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, keeps: bool = False, alone: bool = False
+    ) -> None:
         self.group = group
         self.keeps = keeps
+        self.alone = alone
         self.rows: LocalRows | None = None
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
@@ -72,34 +76,43 @@ class ContextState:
         self._reached.add(id(module))
 
     def _note_call(self, module: nn.Module, *_: Any) -> None:
-        if self.rows is not None and id(module) not in self._reached:
+        if id(module) in self._reached:
+            return
+        if self.alone:
+            raise self._missing([module])
+        if self.rows is not None:
             self._missed.add(module)
+
+    def _missing(self, missed: Collection[nn.Module]) -> PlanError:
+        layers = [getattr(module, "layer_idx", None) for module in self.modules if module in missed]
+        asked = f"{len(layers)} of {len(self.modules)} attention modules (layers {layers[:4]}) attended otherwise"
+        needs = "all must hand q, k and v to the function that their config names"
+        return PlanError(Violation(asked, needs, "leave model.config._attn_implementation alone while the model runs"))
 
     @contextmanager
     def around(self, micro: MicroBatch) -> Iterator[None]:
-        """Forward and backward of rows that were cut. Errors: `PlanError` where an attention module did not come here.
+        """Forward and backward, or one of them, of rows that were cut.
+
+        Errors: `PlanError` where the attention of a module that was called ran otherwise.
         """
         before = [config._attn_implementation for config in self.configs]
         for config in self.configs:
             config._attn_implementation = ATTENTION
-        tuned = [module for module in self.modules if getattr(module, "attn_temperature_tuning", False)]
-        for module in tuned:  # ours, from the positions in the whole row
-            module.attn_temperature_tuning = False  # type: ignore[assignment]  # a plain attribute of llama4
+        tuning = [getattr(module, "attn_temperature_tuning", False) for module in self.modules]
+        tuned: list[tuple[Any, Any]] = [(module, value) for module, value in zip(self.modules, tuning) if value]
+        for module, _ in tuned:  # ours, from the positions in the whole row
+            module.attn_temperature_tuning = False
         self.rows, self._missed = micro.local, set()
         try:
             yield
         finally:
             self.rows = None
-            for module in tuned:
-                module.attn_temperature_tuning = True  # type: ignore[assignment]
+            for module, value in tuned:
+                module.attn_temperature_tuning = value
             for config, attention in zip(self.configs, before):
                 config._attn_implementation = attention
         if self._missed:
-            layers = [getattr(module, "layer_idx", None) for module in self.modules if module in self._missed]
-            asked = f"{len(layers)} of {len(self.modules)} attention modules (layers {layers[:4]}) attended otherwise"
-            needs = "all must hand q, k and v to the function that their config names"
-            change = "leave model.config._attn_implementation alone while the model runs"
-            raise PlanError(Violation(asked, needs, change))
+            raise self._missing(self._missed)
 
 
 class ContextParallel(ParallelStyle):
@@ -118,7 +131,8 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         state = self.state or self._alone
         if state is None:
-            state = self._alone = ContextState(device_mesh.get_group(), torch.device(device_mesh.device_type))
+            device = torch.device(device_mesh.device_type)
+            state = self._alone = ContextState(device_mesh.get_group(), device, alone=True)
         if adapts_to_length(module) and self.state is not None:
             on_whole_range(module, lambda: state.rows.longest if state.rows is not None else None)
             return module

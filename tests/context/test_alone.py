@@ -109,6 +109,8 @@ def _wrong(rank, what):
     if what == "positions":
         _opt()
     prepared, mesh = _prepared(family, **model)
+    if what == "implementation":
+        prepared.config._attn_implementation = "sdpa"
     if what == "whole":
         prepared(**batch)
     if what == "rows" and rank:
@@ -132,6 +134,7 @@ def _opt():
         ("positions", "positions that do not count padding"),
         ("whole", "with rows that were not cut"),
         ("rows", "other rows on ranks"),
+        ("implementation", r"\(layers \[0\]\) attended otherwise"),
         ("padding", "zeros between ones"),
     ],
 )
