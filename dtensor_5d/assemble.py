@@ -94,6 +94,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     apply_stored_dtype(model, options.precision)
     stages = [range(decoder.n_layers)] if staging is None else [staging.cut.layers(v.number) for v in staging.views]
     tensor = experts = None
+    store = WeightGradients()
     apart = cuts_experts(mesh.degrees)
     if apart:
         experts = apply_expert_rules(
@@ -104,6 +105,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             capacity=options.capacity,
             same_tokens=mesh["tp"] if not sequence else None,
             lanes=mesh.lanes("ep"),
+            store=store if staging is not None else None,
         )
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence, stages=stages)
@@ -111,7 +113,6 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     if mesh.degrees.cp > 1:
         keeps = options.recompute == "selective" and decoder.in_order  # attention is as dear as a matrix product
         context = apply_attention(model, plan.rules["cp"], mesh["cp"], mesh.device, keeps=keeps)
-    store = WeightGradients()
     if staging is not None:
         make_deferrable(model, store)
     for layers in stages:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_5d.expert.check import styled_experts
 from dtensor_5d.expert.style import ExpertParallel
+from dtensor_5d.ops import WeightGradients
 
 __all__ = ["ExpertState", "apply_rules"]
 
@@ -30,16 +31,18 @@ class ExpertState:
 
 def apply_rules(
     model: nn.Module, rules: Mapping[str, Any], mesh: DeviceMesh, *, dispatch: str, capacity: float | None,
-    same_tokens: DeviceMesh | None, lanes: int | None,
+    same_tokens: DeviceMesh | None, lanes: int | None, store: WeightGradients | None = None,
 ) -> ExpertState:  # fmt: skip
     """Puts the experts of `model` on the ranks of `mesh` (ep, or ep x etp); rules passed `expert_violations`.
 
     same_tokens: the ranks that hold the same tokens. lanes: neighbouring ranks of ep that share a node; None: all.
+    store: where weight gradients wait.
     """
     state = ExpertState()
     plain = ExpertParallel(
         dispatch=dispatch if lanes is not None or dispatch != "two_step" else "all_to_all",
-        capacity=capacity, ranks_per_node=lanes, same_tokens=same_tokens, problems=state.problems,
+        capacity=capacity, ranks_per_node=lanes, same_tokens=same_tokens, store=store,
+        problems=state.problems,
     )  # fmt: skip
     for name, style in styled_experts(model, rules).items():
         made = plain if isinstance(style, str) else style

@@ -108,8 +108,7 @@ def compute_experts(
     The parameters are read from the module at each call (FSDP swaps them), plain or as DTensors cut over experts, and
     inside over etp: then what comes out is a summand. first: this rank's summand has the bias of outputs.
     """
-    weight, down = getattr(experts, form.up), experts.down_proj
-    assert isinstance(weight, Tensor) and isinstance(down, Tensor)
+    weight, down = _own(experts, form.up), _own(experts, "down_proj")
     if not form.transposed:
         weight, down = weight.transpose(1, 2), down.transpose(1, 2)
     of_row = None
@@ -125,10 +124,14 @@ def compute_experts(
 def _biased(y: Tensor, experts: nn.Module, name: str, of_row: Tensor | None, here: bool = True) -> Tensor:
     if of_row is None:
         return y
-    bias = getattr(experts, name)
-    if isinstance(bias, DTensor):
-        bias = bias.to_local(grad_placements=bias.placements)
-    return y.add_(added_once(bias, here).index_select(0, of_row))
+    return y.add_(added_once(_own(experts, name), here).index_select(0, of_row))
+
+
+def _own(experts: nn.Module, name: str) -> Tensor:
+    """This rank's part. Before any view of it: a gradient that waits finds its parameter through views of a part."""
+    parameter = getattr(experts, name)
+    assert isinstance(parameter, Tensor)
+    return parameter.to_local(grad_placements=parameter.placements) if isinstance(parameter, DTensor) else parameter
 
 
 def _activated(y: Tensor, experts: nn.Module, form: ExpertForm) -> Tensor:

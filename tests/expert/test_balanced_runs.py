@@ -68,6 +68,8 @@ LAYOUTS = [
     (Degrees(dp_shard=2, tp=2), {"sequence_parallel": False}, 2, four_rows),
     (Degrees(dp_shard=2, tp=2, ep=4), {"recompute": "block"}, 2, padded_rows),
     (Degrees(tp=2, ep=2), {"sequence_parallel": False}, 1, padded_rows),
+    (Degrees(cp=2, ep=2), {}, 2, padded_rows),
+    (Degrees(dp_shard=2, cp=2), {"recompute": "block"}, 1, four_rows),
 ]
 
 
@@ -109,7 +111,8 @@ def test_load_and_bias_do_not_depend_on_the_layout(family):
     assert load and biases
     for counts in load.values():
         assert int(counts.sum()) == 2 * real, "two choices for each token, none for padding"
-    for degrees, micro in ((Degrees(dp_shard=2, ep=2), 4), (Degrees(tp=2, ep=2), 1), (Degrees(dp_shard=2, tp=2), 1)):
+    layouts = [(Degrees(dp_shard=2, ep=2), 4), (Degrees(tp=2, ep=2), 1), (Degrees(dp_shard=2, tp=2), 1)]
+    for degrees, micro in [*layouts, (Degrees(cp=2, ep=2), 4)]:
         for other, moved in run_ranks(degrees.world_size, _update, family, degrees, micro, padded):
             for name, counts in load.items():
                 assert torch.equal(other[name], counts), (degrees, name)

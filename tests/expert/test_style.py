@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from dtensor_5d import Degrees, build_mesh
 from dtensor_5d.errors import PlanError
 from dtensor_5d.expert.keep import keeping_routing
 from dtensor_5d.expert.style import ExpertParallel
+from dtensor_5d.ops import WeightGradients
 from tests.families.tiny import VOCAB, tiny_model
 from tests.harness import assert_same_gradients, fails_on_ranks, run_ranks
 
@@ -222,6 +225,27 @@ def _recomputed(rank):
 
 def test_recomputation_never_routes_anew():
     run_ranks(2, _recomputed)
+
+
+def _waiting(rank):
+    mesh, store = build_mesh(Degrees(dp_shard=2, ep=2), "cpu"), WeightGradients()
+    x = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for waits in (False, True):
+        block = _model("qwen3_moe", torch.float32).model.layers[1].mlp
+        parallelize_module(block, mesh["ep"], {"experts": ExpertParallel(store=store)})
+        with store.deferring(0) if waits else contextlib.nullcontext():
+            block(x).square().sum().backward()
+        if waits:
+            assert all(p.grad is None for p in block.experts.parameters())
+            assert store.run(0) == 2
+        assert all(p.grad.placements == (Shard(0),) for p in block.experts.parameters())
+        found.append([_full(p.grad) for p in block.experts.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_weight_gradients_of_cut_experts_can_wait():
+    run_ranks(2, _waiting)
 
 
 def _refused(rank, ranks, what):
