@@ -77,7 +77,7 @@ def test_stages_compute_what_the_model_computes(family):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_whose_layers_read_embeddings_of_their_own_is_refused(family):
-    with pytest.raises(PlanError, match=f"pp > 1 for the family '{family}'"):
+    with pytest.raises(PlanError, match="pp > 1 for the family"):
         plan_for(tiny_config(family), Degrees(pp=2), microbatches=2)
 
 
