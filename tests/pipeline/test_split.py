@@ -123,5 +123,5 @@ def test_what_is_left_of_a_model_does_not_run_as_if_it_were_whole():
     assert view({"input_ids": ids}, None).shape == (1, 4, 64)
     with pytest.raises(PlanError, match="no rank has all layers"):
         model(input_ids=ids)
-    with pytest.raises(PlanError, match=r"run\.logits"):
+    with pytest.raises(PlanError, match="a forward of a model"):
         model.generate(ids, max_new_tokens=1)
