@@ -161,7 +161,7 @@ class Runtime:
             source = (schedule.before if kind == "F" else schedule.after)(stage)
             assert source is not None
             reader, peer = stage, schedule.rank_of[source]
-        return Message(kind, reader, micro, peer, self.shape(micro), self.dtype)
+        return Message(kind, reader, micro, peer, self.shape(micro), self.dtype, self.transport.windows)
 
 
 def forwards_only(rank_of: Sequence[int], microbatches: int) -> Schedule:

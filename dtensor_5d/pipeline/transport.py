@@ -33,7 +33,8 @@ class PipelineError(RuntimeError):
 class Message:
     """What goes from one stage to the next (kind "F") or back (kind "B"), named by the stage that reads it.
 
-    peer: the other rank of the pipeline axis. shape, dtype: known from the batch on both ends.
+    peer: the other rank of the pipeline axis. shape, dtype: known from the batch on both ends. window: its number, so
+    that no message of a window that failed is taken for one of the next.
     """
 
     kind: str
@@ -42,6 +43,12 @@ class Message:
     peer: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    window: int = 0
+
+    @property
+    def tag(self) -> int:
+        """31 bits: window, micro-batch, stage, direction."""
+        return (self.window % 8 << 28) | (self.micro << 13) | (self.stage << 1) | (self.kind == "B")
 
     @property
     def lane(self) -> tuple[int, str]:
@@ -62,6 +69,7 @@ class Transport:
         self._expected: dict[tuple[int, str], deque[Message]] = {}
         self._lanes: dict[tuple[int, str], _Lane] = {}
         self._sent: list[tuple[Any, Tensor]] = []
+        self.windows = 0
 
     @contextmanager
     def window(self, expected: Iterable[Message]) -> Iterator[None]:
@@ -78,6 +86,8 @@ class Transport:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self.windows += 1
         self._drain()
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -120,7 +130,7 @@ class Transport:
         buffer = torch.empty(message.shape, dtype=message.dtype, device=self._device)
         work = None
         if buffer.numel():
-            tag = _tag(message) if self._tagged else 0
+            tag = message.tag if self._tagged else 0
             try:
                 work = dist.irecv(buffer, group=self._group, group_src=message.peer, tag=tag)
             except RuntimeError as error:
@@ -174,7 +184,7 @@ class _Lane:
             if self._error is not None or not tensor.numel():
                 continue
             try:
-                dist.isend(tensor, group=self._group, group_dst=message.peer, tag=_tag(message)).wait()
+                dist.isend(tensor, group=self._group, group_dst=message.peer, tag=message.tag).wait()
             except RuntimeError as error:
                 action = f"SEND_{message.kind}{message.micro}"
                 self._error = PipelineError(
@@ -188,7 +198,3 @@ def _missing(message: Message, error: RuntimeError) -> PipelineError:
         f"{message.stage}RECV_{message.kind}{message.micro}: {message} did not come from rank {message.peer} of the "
         f"pipeline axis, which is late or has died ({error})"
     )
-
-
-def _tag(message: Message) -> int:
-    return (message.micro * 4096 + message.stage) * 2 + (message.kind == "B")

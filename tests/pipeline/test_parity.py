@@ -110,10 +110,18 @@ def test_experts(family, degrees, schedule):
     check_parity(Case(family, degrees, {"schedule": schedule, "microbatches": 2}, {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.slow
-def test_three_axes(family):
-    check_parity(Case(family, Degrees(pp=2, dp_shard=2, tp=2), {"schedule": "zbv", "microbatches": 2}))
+@pytest.mark.parametrize("family, degrees", [
+    ("llama", Degrees(pp=2, cp=2)),
+    pytest.param("llama", Degrees(pp=2, dp_shard=2, tp=2), marks=pytest.mark.slow),
+    pytest.param("llama", Degrees(pp=2, cp=2, tp=2), marks=pytest.mark.slow),
+    pytest.param("gemma2", Degrees(pp=2, dp_shard=2, tp=2), marks=pytest.mark.slow),
+    pytest.param("gemma2", Degrees(pp=2, dp_shard=2, cp=2), marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", Degrees(pp=2, cp=2, tp=2, ep=2), marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", Degrees(pp=2, cp=2, tp=2, ep=4), marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", Degrees(pp=2, dp_shard=2, cp=2, ep=4), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_several_axes(family, degrees):
+    check_parity(Case(family, degrees, {"schedule": "zbv", "microbatches": 2, "recompute": "selective"}))
 
 
 FROZEN = {"first": ("embed_tokens", "layers.0.", "layers.1."), "middle": ("layers.1.", "layers.2."),

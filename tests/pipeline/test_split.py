@@ -77,7 +77,7 @@ def test_stages_compute_what_the_model_computes(family):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_whose_layers_read_embeddings_of_their_own_is_refused(family):
-    with pytest.raises(PlanError, match=f"pp > 1 for the family '{family}'"):
+    with pytest.raises(PlanError, match="pp > 1 for the family"):
         plan_for(tiny_config(family), Degrees(pp=2), microbatches=2)
 
 
@@ -123,5 +123,5 @@ def test_what_is_left_of_a_model_does_not_run_as_if_it_were_whole():
     assert view({"input_ids": ids}, None).shape == (1, 4, 64)
     with pytest.raises(PlanError, match="no rank has all layers"):
         model(input_ids=ids)
-    with pytest.raises(PlanError, match=r"run\.logits"):
+    with pytest.raises(PlanError, match="a forward of a model"):
         model.generate(ids, max_new_tokens=1)
