@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dtensor_5d.context import ContextParallel, cut_batch
     from dtensor_5d.degrees import Degrees
     from dtensor_5d.errors import PlanError, Violation
+    from dtensor_5d.expert import ExpertParallel
     from dtensor_5d.mesh import Mesh, build_mesh
     from dtensor_5d.options import Options
     from dtensor_5d.plan import Plan
@@ -34,6 +35,7 @@ _HOME = {
     "Run": "dtensor_5d.run",
     # styles that work alone
     "ContextParallel": "dtensor_5d.context",
+    "ExpertParallel": "dtensor_5d.expert",
     "cut_batch": "dtensor_5d.context",
     # errors
     "PlanError": "dtensor_5d.errors",
@@ -41,8 +43,8 @@ _HOME = {
 }
 
 __all__ = [
-    "ContextParallel", "Degrees", "Mesh", "Options", "Plan", "PlanError", "Run", "Violation", "build_mesh", "cut_batch",
-    "parallelize", "plan_for",
+    "ContextParallel", "Degrees", "ExpertParallel", "Mesh", "Options", "Plan", "PlanError", "Run", "Violation",
+    "build_mesh", "cut_batch", "parallelize", "plan_for",
 ]  # fmt: skip
 
 

@@ -146,6 +146,7 @@ class Run:
             for window in self._parts.reader.windows(batches):
                 count += window.tokens
                 total += self._parts.engine.loss_sum(window.micro)
+        self._agree()
         return (self._summed(total).item() / count if count else 0.0), count
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -157,6 +158,7 @@ class Run:
         micro = self._parts.reader.window(batch, need_labels=False, parts=1).micro[0]
         with self._looking():
             out = self._parts.engine.logits(micro)
+        self._agree()
         if micro.is_empty:
             return out.new_empty(*micro.inputs["input_ids"].shape, out.shape[-1])
         if self._parts.context is not None:

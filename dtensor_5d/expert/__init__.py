@@ -1,1 +1,5 @@
-"""The expert axis: where tokens go (`route`), how (`transport`, `dispatch`, `variants`), what experts do."""
+"""The expert axis: where tokens go (`route`), how (`transport`, `dispatch`, `variants`), what experts do with them."""
+
+from dtensor_5d.expert.style import ExpertParallel
+
+__all__ = ["ExpertParallel"]

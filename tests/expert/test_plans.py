@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
-from dtensor_5d.expert.style import ExpertParallel
+from dtensor_5d import Degrees, ExpertParallel, PlanError, build_mesh, parallelize, plan_for
 from tests.families.tiny import tiny_config, tiny_model
 from tests.harness import fails_on_ranks, run_ranks
 
