@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from dtensor_5d import Degrees
-from tests.harness import run_ranks
+from dtensor_5d import Degrees, build_mesh, parallelize, plan_for
+from tests.families.tiny import tiny_model
+from tests.harness import assert_same_gradients, run_ranks
 from tests.pairwise import pairwise
-from tests.parity import Case, _trial, check_parity, one_without_tokens, padded, ragged, uneven
+from tests.parity import Case, _trial, check_parity, one_without_tokens, padded, ragged, rows, uneven
 from tests.tensor.doubles import StayDouble
 
 FAMILIES = [
@@ -154,3 +155,30 @@ def _frozen(rank, case, parts):
         _trial(rank, case)
     finally:
         parity.tiny_model = plain
+
+
+def _long(step, rank, vocab):
+    return [rows(step, 4, 150, vocab)]
+
+
+def test_logits_that_never_exist_at_once():
+    """More than 512 tokens in a micro-batch: the head's gradient is made with the loss, in F of the last stage."""
+    options = {"schedule": "zbv", "microbatches": 1}
+    check_parity(Case("gemma2", Degrees(pp=2, dp_shard=2), options, {"tie_word_embeddings": True}, batches=_long))
+
+
+def _narrow(rank, pp):
+    degrees = Degrees(pp=pp, dp_shard=2)
+    made = tiny_model("llama")
+    run = parallelize(made, plan_for(made, degrees, precision="bf16", microbatches=2), build_mesh(degrees, "cpu"))
+    loss = run.step(rows(run.data_rank, 2, 16, 128))
+    return loss.item(), run.full_gradients()
+
+
+def test_bf16_is_what_it_is_without_a_pipeline():
+    (loss, want), *_ = run_ranks(2, _narrow, 1)
+    for found, got in run_ranks(4, _narrow, 2):
+        assert abs(found - loss) < 1e-5 * loss
+        # Sums of bf16 gradients in fp32; without a pipeline each micro-batch is reduced by itself.
+        assert_same_gradients(got, want, tol=1e-5)
+        assert all(g.dtype == torch.float32 for g in got.values())

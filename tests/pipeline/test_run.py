@@ -129,6 +129,22 @@ def test_waiting_gradients_do_not_grow_with_the_number_of_micro_batches():
     assert [m["bytes"] for m in many] == [few[0]["bytes"] + more_ids, few[1]["bytes"]]
 
 
+def _waiting(rank, degrees):
+    run = _run(degrees=degrees, schedule="zb-h1", microbatches=2)
+    store, counts = run._parts.engine.store, []
+    plain = store.run
+    store.run = lambda key: counts.append(plain(key)) or counts[-1]
+    run.step(rows(run.data_rank, 2, 8, VOCAB))
+    return run.mesh.coordinate()["pp"], counts
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pp=2), Degrees(pp=2, tp=2), Degrees(pp=2, dp_shard=2)], ids=str)
+def test_every_product_waits_for_w(degrees):
+    """7 in a llama layer, also on shards of the tensor axis; and the embedding, or the head."""
+    for _, counts in run_ranks(degrees.world_size, _waiting, degrees):
+        assert counts == [2 * 7 + 1] * 2
+
+
 # --- time
 
 
