@@ -53,6 +53,7 @@ from dtensor_5d.run import Parts, Run
 from dtensor_5d.staged import Messages, Pipeline
 from dtensor_5d.tensor.apply import apply_rules
 from dtensor_5d.tensor.check import tensor_violations
+from dtensor_5d.tensor.names import by_name
 from dtensor_5d.weights import same_weights
 
 __all__ = ["parallelize"]
@@ -73,9 +74,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         units_of(model, plan.rules.get("dp", {}))
     except Exception as problem:
         error = problem
-    every = agreement.check(error, 0 if error else _signature(model, plan))
+    own_seed = torch.initial_seed() & (2**63 - 1)
+    every = agreement.check(error, 0 if error else _signature(model, plan), own_seed)
     assert decoder is not None
-    other = [rank for rank, row in enumerate(every) if row != every[0]]
+    other = [rank for rank, row in enumerate(every) if row[0] != every[0][0]]
     if other:
         asked = f"a model or plan on ranks {other[:8]} that is not that of rank 0"
         needs = "all ranks must give the same plan and the same parameters (shapes, dtypes, trainable, on meta)"
@@ -85,7 +87,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
         same_weights(model, names, agreement)
 
     options = plan.options.settled(plan.degrees.pp)
-    streams = RandomStreams(model, mesh.coordinate()["loss"], mesh.device)  # other tokens, other dropout
+    # Rank 0's seed for all: ranks that hold copies must draw alike. Other tokens, other dropout.
+    streams = RandomStreams(model, mesh.coordinate()["loss"], mesh.device, seed=every[0][1])
     sequence = mesh.degrees.tp > 1 and cuts_tokens(decoder, options)
     multiple = rows_multiple(mesh.degrees, options, sequence=sequence)
     batches = _batch_rules(model, decoder, multiple=multiple, cut=mesh.degrees.cp > 1)
@@ -254,7 +257,13 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
     if not plan.rules or any(on[axis] and axis not in plan.rules for axis in on):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
         return replace(plan, rules=rules, model=getattr(getattr(model, "config", None), "model_type", ""))
-    bad = tensor_violations(model, decoder, plan.rules["tp"], mesh.degrees.tp) if on["tp"] else []
+    bad: list[Violation] = []
+    if on["tp"]:
+        own, bad = by_name(plan.options.rules.get("tp", {}))
+        bad += tensor_violations(
+            model, decoder, plan.rules["tp"], mesh.degrees.tp, own=own,
+            sequence=cuts_tokens(decoder, plan.options), apart=apart, dtype=compute_dtype(plan.options.precision),
+        )  # fmt: skip
     bad += context_violations(model, decoder, plan.rules["cp"], mesh.degrees, plan.options) if on["cp"] else []
     bad += expert_violations(model, plan.rules["ep"], mesh.degrees) if apart else []
     bad += pipeline_violations(model, decoder, mesh.degrees, plan.options) if on["pp"] else []

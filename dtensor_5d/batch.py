@@ -141,10 +141,18 @@ def fingerprint(window: Sequence[MicroBatch]) -> int:
         named += [(key, value) for key in ("labels", "documents") if (value := getattr(micro, key)) is not None]
         for key, value in named:
             place = torch.arange(1, value.numel() + 1, device=value.device)
-            # Sums of whole numbers, which wrap around alike everywhere; the place counts, so order does.
-            mixed = ((value.flatten() + 1) * (place * 0x9E3779B1 + 0x7F4A7C15)).sum()
-            total = (total * 1_000_003 + int(mixed) + len(key) + 31 * value.shape[0]) % (1 << 62)
+            # Whole numbers, which wrap around alike everywhere. Mixed before they are summed: of a plain sum some
+            # changes cancel (+1, -2, +1 in a row). The place counts, so order does.
+            mixed = _mixed(_mixed(value.flatten().long()) + place * 0x9E3779B97F4A7C1)
+            total = (total * 1_000_003 + int(mixed.sum()) + len(key) + 31 * value.shape[0]) % (1 << 62)
     return total
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """A bijection of 64-bit numbers in which each bit depends on many (multiply and xor-shift, as in splitmix64)."""
+    numbers = (numbers ^ (numbers >> 30)) * -0x40A7B892E31B1A47
+    numbers = (numbers ^ (numbers >> 27)) * -0x6B2FB644ECCEEE15
+    return numbers ^ (numbers >> 31)
 
 
 def _violations(batch: Any, rules: BatchRules, need_labels: bool) -> list[Violation]:

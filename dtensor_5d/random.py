@@ -35,12 +35,12 @@ def is_random(model: nn.Module) -> bool:
 class RandomStreams:
     """One stream per (seed, window, micro-batch, data rank, stage); the process' own stream is left where it was.
 
-    The seed is the one torch had when the model was parallelized. A model that draws nothing is not touched.
+    seed: the same on all ranks, whatever seed each process has. A model that draws nothing is not touched.
     """
 
-    def __init__(self, model: nn.Module, data_rank: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, data_rank: int, device: torch.device, *, seed: int) -> None:
         self._draws = is_random(model)
-        self._seed = torch.initial_seed()
+        self._seed = seed
         self._rank = data_rank
         self._devices = [device] if device.type != "cpu" else []
 

@@ -17,8 +17,9 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.check import expert_violations
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan, built_violations, rule_violations
-from dtensor_5d.precision import split_fp32
+from dtensor_5d.precision import compute_dtype, split_fp32
 from dtensor_5d.tensor.check import tensor_violations
+from dtensor_5d.tensor.names import by_name
 
 __all__ = ["cuts_tokens", "data_rules", "derive_rules", "plan_for"]
 
@@ -57,16 +58,16 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     names = {axis: modules for axis in options.rules}
     names["tp"] = [*modules, *(name for name, _ in model.named_parameters())]  # bare parameters have rules there
     bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names[axis])]
-    own = options.rules.get("tp", {})
+    own, unnamed = by_name(options.rules.get("tp", {}))
+    apart = cuts_experts(degrees)
     if degrees.tp != 1:
-        kind = str(getattr(model.config, "model_type", ""))
-        bad += family_violations(kind, decoder, own, options.sequence_parallel)
+        bad += unnamed
+        bad += family_violations(model, decoder, own, options.sequence_parallel, apart=apart)
     if degrees.pp != 1:
         bad += pipeline_violations(model, decoder, degrees, options)
     if bad:
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}
-    apart = cuts_experts(degrees)
     if degrees.pp > 1:  # else known when the degrees are resolved
         rules["pp"] = pipeline_rules(decoder, options, degrees.pp)
     cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
@@ -77,9 +78,13 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
         rules["ep"] = expert_rules(model, decoder, options.rules.get("ep", {}))
         bad += expert_violations(model, rules["ep"], degrees)
     if degrees.tp != 1:
-        rules["tp"] = tensor_rules(model, decoder, own, sequence=cuts_tokens(decoder, options), apart=apart)
+        sequence = cuts_tokens(decoder, options)
+        rules["tp"] = tensor_rules(model, decoder, own, sequence=sequence, apart=apart)
         if degrees.tp > 1:  # else known when the degrees are resolved
-            bad += tensor_violations(model, decoder, rules["tp"], degrees.tp)
+            dtype = compute_dtype(options.precision)
+            bad += tensor_violations(
+                model, decoder, rules["tp"], degrees.tp, own=own, sequence=sequence, apart=apart, dtype=dtype
+            )
     if degrees.cp != 1:
         rules["cp"] = context_rules(model, decoder, options.rules.get("cp", {}))
         bad += context_violations(model, decoder, rules["cp"], degrees, options)

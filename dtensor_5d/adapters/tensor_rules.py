@@ -36,6 +36,7 @@ TENSOR_STYLES: Mapping[str, str] = {
     "replicate_sum": "whole, used on a part: gradient summed",
     "sequence": "whole, used on a part of the sequence: gradient summed",
     "replicate": "whole, used on the whole",
+    "whole": "whole, used on the whole: cut tokens are gathered before it, and cut again after it",
     "once": "whole, added on one rank",
 }
 
@@ -43,19 +44,49 @@ TENSOR_STYLES: Mapping[str, str] = {
 _SHIPPED: Mapping[str, str | None] = {"experts_sum": None, "local": None, "latent": "replicate_sum"}
 
 
+# The style of the linear layer that LoRA adapts -> that of the wrapper around both ("block" for all others).
+_AROUND_ADAPTERS: Mapping[str, str] = {"row": "sum_output", "head": "head", "embedding": "replicate"}
+
+
 def family_violations(
-    kind: str, decoder: Decoder, own_rules: Mapping[str, Any], sequence: bool | None
+    model: nn.Module, decoder: Decoder, own: Mapping[str, Any], sequence: bool | None, *, apart: bool = False
 ) -> list[Violation]:
-    """A family whose rules nobody has proved, unless the user brings rules; layers that cannot run on a part."""
+    """A family whose rules nobody has proved, unless the user has a word on every matrix in its layers; layers that
+    cannot run on a part."""
     bad = []
-    if kind not in PROVED and not own_rules:
-        needs = f"tensor-parallel rules are proved for {', '.join(PROVED)}"
-        change = "use dp_shard, or give rules={'tp': {pattern: style}} for every module to cut"
-        bad.append(Violation(f"tp for the family {kind!r}", needs, change))
+    kind = _kind(model)
+    missing = [] if kind in PROVED else list(_without_a_word(model, decoder, own, apart))
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        asked = f"tp for the family {kind!r}, with no rule of yours for {', '.join(missing[:4])}{more}"
+        needs = f"every matrix in a layer needs one, or a family whose rules are proved: {', '.join(PROVED)}"
+        change = "use dp_shard, or give rules={'tp': {pattern: style}} ('replicate' for what stays whole)"
+        bad.append(Violation(asked, needs, change))
     if sequence and not can_cut_tokens(decoder):
         needs = "every layer must run once, in the order of its number, to hand on a part of the sequence"
         bad.append(Violation("sequence_parallel=True", needs, "use sequence_parallel=False for this model"))
     return bad
+
+
+def _without_a_word(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], apart: bool) -> dict[str, None]:
+    """Patterns of the owners of matrices in the layers of which no rule of the user's speaks."""
+    found: dict[str, None] = {}
+    experts = (*decoder.experts, *decoder.other_experts) if apart else ()
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if not name.startswith(decoder.layers + ".") or parameter.dim() < 2 or owner in experts:
+            continue
+        pieces = owner.split(".")
+        around = [".".join(pieces[:i]) for i in range(1, len(pieces))]
+        if rule_of(name, own) is None and all(rule_of(n, own) is None for n in (owner, *_adapted(owner))):
+            if all(rule_of(outer, own) != "replicate" for outer in around):
+                found[_generic(owner)] = None
+    return found
+
+
+def _adapted(name: str) -> list[str]:
+    """The layer around a LoRA adapter (peft's names), which has the word on it."""
+    return [name.rpartition(f".{piece}")[0] for piece in ("base_layer", "lora_A", "lora_B") if f".{piece}" in name]
 
 
 def can_cut_tokens(decoder: Decoder) -> bool:
@@ -86,13 +117,29 @@ def tensor_rules(
     experts = (*decoder.experts, *decoder.other_experts)
     if apart:
         rules = {p: s for p, s in rules.items() if not any(_fits_into(p, name) for name in experts)}
-    rules |= own
-    rules |= _adapters(model, rules)
+    rules |= {**_below_whole(own, names, rules, decoder), **own}
+    adapters = _adapters(model, rules)
+    rules |= adapters
     blocks = _blocks(model, decoder, rules, sequence, () if apart else experts)
     if apart:
         blocks |= own_input_rules(model, decoder, lambda name: _cuts(rule_of(name, rules)))
-    rules |= {p: s for p, s in blocks.items() if p not in own}
+    rules |= {p: s for p, s in blocks.items() if p not in own and p not in adapters}
     return rules
+
+
+def _below_whole(
+    own: Mapping[str, Any], names: Sequence[str], rules: Mapping[str, Any], decoder: Decoder
+) -> dict[str, str]:
+    """What a user's 'replicate' for a whole attention or MLP says of that which would have a rule in there."""
+    found: dict[str, str] = {}
+    depth = decoder.layers.count(".") + 3
+    for pattern, style in own.items():
+        if style == "replicate" and pattern.count(".") == depth - 1:
+            for name in names:
+                pieces = name.split(".")
+                if matches(pattern, ".".join(pieces[:depth])) and len(pieces) > depth and rule_of(name, rules):
+                    found[".".join([pattern, *pieces[depth:]])] = "replicate"
+    return found
 
 
 def _fits_into(pattern: str, module: str) -> bool:
@@ -112,15 +159,17 @@ def _adapters(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, Any]:
     """LoRA around a linear layer (peft's names): the adapters follow the layout of the layer that they adapt.
 
         column   A whole, B cut as the layer          row   A cut as the layer, B whole; both parts summed once
+        head     as column, gathered once after the sum of both
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         style = rule_of(name, rules)
-        if not isinstance(style, str) or "base_layer" not in dict(module.named_children()):
-            continue
+        if not _cuts(style) or "base_layer" not in dict(module.named_children()):
+            continue  # a rule for what stays whole holds for the adapters too
         outer = _generic(name)
-        first, second = ("row", "replicate_sum") if style == "row" else ("replicate_sum", style)
-        found |= {outer: "sum_output" if style == "row" else "block", f"{outer}.base_layer": style}
+        inner = "column" if style == "head" else style
+        first, second = ("row", "replicate_sum") if style == "row" else ("replicate_sum", inner)
+        found |= {outer: _AROUND_ADAPTERS.get(style, "block"), f"{outer}.base_layer": inner}
         for below, _ in module.named_modules():
             for piece, its in (("lora_A.", first), ("lora_B.", second)):
                 if below.startswith(piece):
@@ -136,7 +185,8 @@ def section_count(style: str) -> int:
 def _blocks(
     model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool, mixed: Sequence[str]
 ) -> dict[str, str]:
-    """Children of the layers that have cut weights inside; under sequence parallelism also those that have none.
+    """Children of the layers that have cut weights inside; under sequence parallelism also those that have none, and
+    always those whose rules leave them whole.
 
     mixed: experts that are cut here. Blocks around others are left out: what is in them has its own word.
     """
@@ -153,7 +203,13 @@ def _blocks(
             if any(_cuts(rule_of(n, rules)) for n in inside):
                 experts = any(e == name or e.startswith(name + ".") for e in mixed)
                 found.setdefault(child, {})[number] = "block_sum" if experts else "block"
-            elif sequence and rule_of(name, rules) is None and any(True for _ in module.parameters()):
+            elif rule_of(name, rules) is not None or not any(True for _ in module.parameters()):
+                continue
+            elif any(parameter.dim() > 1 for parameter in module.parameters()):
+                # It may mix tokens (attention that stays whole), so it gets all of them.
+                if sequence or any(rule_of(n, rules) is not None for n in inside):
+                    found.setdefault(child, {})[number] = "whole"
+            elif sequence:
                 found.setdefault(child, {})[number] = "sequence"
     blocks: dict[str, str] = {}
     for child, by_layer in found.items():
@@ -165,7 +221,7 @@ def _blocks(
 
 
 def _cuts(style: Any) -> bool:
-    return style is not None and style not in ("replicate", "replicate_sum", "sequence")
+    return style is not None and style not in ("replicate", "replicate_sum", "sequence", "whole")
 
 
 def _names(module: nn.Module, prefix: str = "") -> list[str]:

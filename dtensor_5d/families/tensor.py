@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["PROVED", "TENSOR_RULES"]
+__all__ = ["PROVED", "REFUSED_SETTINGS", "TENSOR_RULES"]
 
 _QKV = {
     "self_attn.q_proj": "column",
@@ -71,6 +71,10 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "solar_open": _shared("shared_experts"),
         "hunyuan_v1_dense": {**_HUNYUAN, **_GATED},
         "hunyuan_v1_moe": {**_HUNYUAN, **_shared("shared_mlp")},
+        # Norms that a switch of the config adds; what a model does not have is left out.
+        "cohere": {"self_attn.q_norm.weight": "cut/0", "self_attn.k_norm.weight": "cut/0"},  # [heads, head size]
+        "phi": {"self_attn.q_layernorm": "replicate_sum", "self_attn.k_layernorm": "replicate_sum"},
+        "glm4_moe": {"self_attn.q_norm": "replicate_sum", "self_attn.k_norm": "replicate_sum"},
         "apertus": {"mlp.act_fn": "replicate_sum"},  # an activation with weights
         # Gate and up alternate along the last dim, so a contiguous half has whole pairs.
         "gpt_oss": {
@@ -81,6 +85,14 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "mlp.experts.down_proj": "cut/1",
             "mlp.experts.down_proj_bias": "once",
         },
+    }
+)
+
+# Switches of a family's config that cannot be on, and why.
+REFUSED_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "opt": {"layerdrop": "must be 0: the ranks would leave out other layers"},
+        "stablelm": {"qk_layernorm": "must be False: ranks would take the norms of the first heads"},
     }
 )
 

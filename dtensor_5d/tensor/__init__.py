@@ -15,9 +15,11 @@ from dtensor_5d.tensor.style import (
     SumOutput,
     VocabularyEmbedding,
     WholeParameters,
+    WholeTokens,
 )
 
 __all__ = [
     "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
     "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters",
+    "WholeTokens",
 ]  # fmt: skip

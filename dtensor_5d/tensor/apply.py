@@ -31,7 +31,9 @@ from dtensor_5d.tensor.style import (
     SumOutput,
     VocabularyEmbedding,
     WholeParameters,
+    WholeTokens,
 )
+from dtensor_5d.tensor.zones import around, is_cut, stands_whole
 
 __all__ = ["apply_rules"]
 
@@ -62,11 +64,16 @@ def apply_rules(
     for name, style in styled.items():
         if style is None:
             continue
-        around = [styled.get(outer) for outer in _around(name)]
-        in_block = "block" in around or "block_sum" in around
-        place = _Place(in_block, "block_sum" in around or "sum_output" in around)
+        outer = around(name)
+        given = [styled.get(n) for n in outer]
+        if any(stands_whole(n, styled, decoder.layers) for n in outer):
+            continue  # computed alike on all ranks: nothing is summed in there
+        in_block = "block" in given or "block_sum" in given or "head" in given
+        place = _Place(in_block, "block_sum" in given or "sum_output" in given)
         if style == "block" and in_block:
             continue  # what is around it has exchanged its input already
+        if stands_whole(name, styled, decoder.layers):
+            style = "whole"
         made = _style_of(style, name, styled, place, heads, grouped, state)
         if made is not None:
             made._apply(modules[name], mesh)
@@ -84,11 +91,9 @@ def apply_rules(
 
 
 def _style_of(
-    style: Any, name: str, styled: Mapping[str, Any], place: _Place, heads: Heads, grouped: DeviceMesh | None,
+    style: str, name: str, styled: Mapping[str, Any], place: _Place, heads: Heads, grouped: DeviceMesh | None,
     state: TensorState,
 ) -> ParallelStyle | None:  # fmt: skip
-    if isinstance(style, ParallelStyle):
-        return style
     own_input = not place.in_block
     if style == "column":
         return ColwiseParallel(own_input=own_input, state=state)
@@ -109,16 +114,19 @@ def _style_of(
     if style == "head":
         return HeadParallel(state=state)
     if style == "block":
-        rows = [n for n, s in styled.items() if s == "row" and n.startswith(name + ".")]
-        return BlockInput(row=rows[0][len(name) + 1 :] if len(rows) == 1 else None, state=state)
+        ends = [n for n, s in styled.items() if s in ("row", "sum_output") and n.startswith(name + ".")]
+        ends = [n for n in ends if not any(outer in ends for outer in around(n))]  # LoRA: the wrapper
+        return BlockInput(row=ends[0][len(name) + 1 :] if len(ends) == 1 else None, state=state)
     if style == "sum_output":
-        return SumOutput(state=state)
+        return None if place.summed else SumOutput(state=state)
     if style == "block_sum":
         return BlockOutput(name=name, state=state)
     if style == "replicate_sum":
         return WholeParameters(state)
     if style == "sequence":
         return SequenceParallel(state) if state.sequence else None
+    if style == "whole":
+        return WholeTokens(name=name, state=state) if state.sequence else None
     assert style == "replicate", style
     return None
 
@@ -131,7 +139,7 @@ def _bare_parameters(
         dims: dict[str, int | tuple[int, int] | None] = {}
         for leaf, parameter in module._parameters.items():
             style = rule_of(f"{owner}.{leaf}", rules) if parameter is not None else None
-            if style is not None:
+            if style is not None and is_cut(style):
                 assert parameter is not None
                 dims[leaf] = parameter_dim(style, parameter.dim())
         if dims:
@@ -167,9 +175,3 @@ def _local_heads(block: nn.Module, inside: list[Any], heads: Heads, tp: int) -> 
 
 def _cuts_outputs(style: str) -> bool:
     return style in ("column", "column_kv", "qkv") or style.startswith("packed_column")
-
-
-def _around(name: str) -> list[str]:
-    """The modules that `name` is in, from the outermost one."""
-    pieces = name.split(".")
-    return [".".join(pieces[:i]) for i in range(1, len(pieces))]

@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.adapters.tensor_rules import TENSOR_STYLES, rule_of, section_count
 from dtensor_5d.errors import Violation
+from dtensor_5d.families.tensor import REFUSED_SETTINGS
+from dtensor_5d.tensor.grouped import grouped_violations
 from dtensor_5d.tensor.heads import Heads, heads_of
+from dtensor_5d.tensor.zones import changed_violations, tie_violations, zone_violations
 
 __all__ = ["output_dim", "tensor_violations"]
 
@@ -20,23 +23,39 @@ _LINEAR = ("column", "column_kv", "packed_column", "qkv", "row", "head")
 _BY_KV_HEADS = ("column_kv", "qkv", "norm_column_kv")
 
 
-def tensor_violations(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], tp: int) -> list[Violation]:
-    """Everything that keeps `model` from being cut over `tp` ranks by these rules; layers are told once."""
+def tensor_violations(
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], tp: int, *, own: Mapping[str, Any], sequence: bool,
+    apart: bool, dtype: torch.dtype | None,
+) -> list[Violation]:  # fmt: skip
+    """Everything that keeps `model` from being cut over `tp` ranks by these rules; layers are told once.
+
+    own: the rules that the user gave. sequence: the tokens are cut as well. apart: an axis of their own has the
+    experts. dtype: of computing, None: as stored.
+    """
     found: dict[Violation, None] = {}
-    for v in (*_unknown_styles(rules), *_head_violations(model, rules, tp)):
+    for v in (*_unknown_styles(rules), *_head_violations(model, rules, tp), *_setting_violations(model, tp)):
         found[v] = None
     if found:
         return list(found)
+    sizes = Sizes(tp)
+    heads = heads_of(model)
     for name, module in model.named_modules():
         style = rule_of(name, rules)
-        if isinstance(style, str):
-            found |= dict.fromkeys(_module_violations(_generic(name), module, style, heads_of(model), tp))
+        if style is not None:
+            found |= dict.fromkeys(_module_violations(_generic(name), module, style, heads, sizes))
         for leaf, parameter in module._parameters.items():
             full = f"{name}.{leaf}" if name else leaf
-            own = rule_of(full, rules)
-            if parameter is not None and isinstance(own, str):
-                found |= dict.fromkeys(_parameter_violations(_generic(full), tuple(parameter.shape), own, tp))
+            own_style = rule_of(full, rules)
+            if parameter is not None and own_style is not None:
+                found |= dict.fromkeys(_parameter_violations(_generic(full), tuple(parameter.shape), own_style, sizes))
+    found |= dict.fromkeys(sizes.violations())
     found |= dict.fromkeys(_uncovered(model, decoder, rules))
+    changed = dict.fromkeys(changed_violations(model, decoder, rules, own, tp))
+    # What stands for another rule than the proved one says so, and not what that rule would need.
+    found |= changed or dict.fromkeys(zone_violations(model, decoder, rules, sequence=sequence, apart=apart))
+    found |= dict.fromkeys(tie_violations(decoder, rules))
+    if not found:
+        found |= dict.fromkeys(grouped_violations(model, decoder, rules, tp, dtype))
     return list(found)
 
 
@@ -47,11 +66,9 @@ def output_dim(module: nn.Module) -> int:
 
 def _unknown_styles(rules: Mapping[str, Any]) -> Iterator[Violation]:
     for pattern, style in rules.items():
-        if isinstance(style, ParallelStyle) or style in TENSOR_STYLES:
+        if isinstance(style, str) and (style in TENSOR_STYLES or re.fullmatch(r"cut/\d|packed_column/[1-9]", style)):
             continue
-        if isinstance(style, str) and re.fullmatch(r"cut/\d|packed_column/\d", style):
-            continue
-        needs = f"must be one of {', '.join(TENSOR_STYLES)}, cut/N or a ParallelStyle"
+        needs = f"must be one of {', '.join(TENSOR_STYLES)}, packed_column/N with N > 0, or cut/N"
         yield Violation(f"style {style!r} for {pattern!r} on the tensor axis", needs, "see the README on rules of tp")
 
 
@@ -71,7 +88,18 @@ def _head_violations(model: nn.Module, rules: Mapping[str, Any], tp: int) -> Ite
         yield Violation(f"tp={tp} with {heads.kv} kv heads", needs, f"use tp of {_spelt(good)}")
 
 
-def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, tp: int) -> Iterator[Violation]:
+def _setting_violations(model: nn.Module, tp: int) -> Iterator[Violation]:
+    config: Any = getattr(model, "config", None)
+    for setting, why in REFUSED_SETTINGS.get(str(getattr(config, "model_type", "")), {}).items():
+        value = getattr(config, setting, None)
+        if value:
+            change = f"set config.{setting} to {type(value)(0)!r}, or tp to 1"
+            yield Violation(f"{setting}={value!r} with tp={tp}", why, change)
+
+
+def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, sizes: Sizes) -> Iterator[Violation]:
+    if style in ("head", "embedding") and "base_layer" in dict(module.named_children()):
+        return  # LoRA: what it adapts has a rule of its own
     weight = module._parameters.get("weight")
     if style.partition("/")[0] in _LINEAR:
         if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
@@ -84,26 +112,31 @@ def _module_violations(name: str, module: nn.Module, style: str, heads: Heads, t
             needs = f"q, k and v of {heads} make {sum(heads.sections)}"
             yield Violation(f"style 'qkv' for {name} with {outputs} outputs", needs, "use 'packed_column' or 'column'")
         elif style.startswith("packed_column"):
-            count = section_count(style)
-            yield from _size_violation(name, outputs // count, f"outputs in each of its {count} sections", tp)
+            yield from sizes.sections(name, outputs, section_count(style), "outputs")
         elif style == "row":
-            yield from _size_violation(name, inputs, "inputs", tp)
+            sizes.note(name, inputs, "inputs")
         elif style == "column":
-            yield from _size_violation(name, outputs, "outputs", tp)
+            sizes.note(name, outputs, "outputs")
     elif style == "embedding":
         if weight is None or weight.dim() != 2 or not hasattr(module, "num_embeddings"):
             asked = f"style 'embedding' for {name} ({type(module).__name__})"
             yield Violation(asked, "must be an embedding with a weight of 2 dims", "leave it whole: 'replicate'")
-    elif style.startswith("norm_column") and not (
-        weight is not None and weight.dim() == 1 and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
-    ):
-        asked = f"style {style!r} for {name} ({type(module).__name__})"
-        change = "use 'replicate_sum' for per-head norms"
-        yield Violation(asked, "must be an RMS norm with a weight of 1 dim", change)
+    elif style.startswith("norm_column"):
+        size = heads.size * (heads.kv if style == "norm_column_kv" else heads.query)
+        shape = tuple(weight.shape) if weight is not None else None
+        kind = type(module).__name__
+        if "RMS" not in kind or shape != (size,) or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+            asked = f"style {style!r} for {name} ({kind}, weight {shape})"
+            needs = f"must be an RMS norm with a weight of {size}, over all heads"
+            yield Violation(asked, needs, "use 'replicate_sum' for per-head norms")
+    elif style.startswith("cut/") or style == "once":
+        inside = ", ".join(name + "." + leaf for leaf in module._parameters) or "its parameters"
+        yield Violation(f"style {style!r} for the module {name}", "it is for bare parameters",
+                        f"give the rule to {inside}")  # fmt: skip
 
 
-def _parameter_violations(name: str, shape: tuple[int, ...], style: str, tp: int) -> Iterator[Violation]:
-    if style == "once":
+def _parameter_violations(name: str, shape: tuple[int, ...], style: str, sizes: Sizes) -> Iterator[Violation]:
+    if style in ("once", "replicate"):
         return
     if style.startswith("cut/"):
         dim, sections = int(style[4:]), 1
@@ -117,14 +150,34 @@ def _parameter_violations(name: str, shape: tuple[int, ...], style: str, tp: int
     if dim >= len(shape):
         yield Violation(f"style {style!r} for {name}", f"it has {len(shape)} dims", "give another dim")
         return
-    what = f"along dim {dim}" + (f" in each of {sections} sections" if sections > 1 else "")
-    yield from _size_violation(name, shape[dim] // sections, what, tp)
+    yield from sizes.sections(name, shape[dim], sections, f"along dim {dim}")
 
 
-def _size_violation(name: str, size: int, what: str, tp: int) -> Iterator[Violation]:
-    if size % tp:
-        good = _spelt(_divisors(size))
-        yield Violation(f"tp={tp} with {name} of {size} {what}", f"tp must divide {size}", f"use tp of {good}")
+class Sizes:
+    """Sizes that the ranks must divide, by number: all that is of one size is one thing to change."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        self.wrong: dict[int, dict[str, None]] = {}
+
+    def note(self, name: str, size: int, what: str) -> None:
+        """A size of which every rank gets a part."""
+        if size % self.tp:
+            self.wrong.setdefault(size, {})[f"{name} of {size} {what}"] = None
+
+    def sections(self, name: str, size: int, count: int, what: str) -> Iterator[Violation]:
+        """The same in `count` equal sections."""
+        if size % count:
+            yield Violation(f"{count} sections for {name} of {size} {what}", f"{count} must divide {size}",
+                            "give packed_column/N for the N that are stored there")  # fmt: skip
+        else:
+            self.note(name, size // count, what + (f" in each of its {count} sections" if count > 1 else ""))
+
+    def violations(self) -> Iterator[Violation]:
+        """One for each number."""
+        for size, found in self.wrong.items():
+            asked = f"tp={self.tp} with {', '.join(found)}"
+            yield Violation(asked, f"tp must divide {size}", f"use tp of {_spelt(_divisors(size))}")
 
 
 def _uncovered(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any]) -> Iterator[Violation]:

@@ -5,10 +5,14 @@
     out of a block  all-reduce      <- as it is             reduce-scatter  <- all-gather
     first layer     as it is                                own part        <- all-gather
     last layer      as it is                                all-gather      <- own part
+    into a module   as it is                                all-gather      <- own part
+     that is whole
+    out of it       as it is                                own part        <- all-gather
 
 Inside a block every gradient is a summand: one exchange at its input serves all its projections, and whatever
 parameter stays whole in there has its gradient summed. The tokens are whole before the first layer and after the last
-one, so masks, positions and rotary tables are those of the whole sequence.
+one, so masks, positions and rotary tables are those of the whole sequence. A sequence of a length that does not divide
+(a step of `generate`, a model called by hand) stays whole for that forward.
 """
 
 from __future__ import annotations
@@ -30,21 +34,31 @@ from dtensor_5d.random import draw_seed, switch_stream
 from dtensor_5d.tensor.interpose import map_hidden, map_output
 from dtensor_5d.tensor.state import TensorState
 
-__all__ = ["cut_between", "into_block", "out_of_block"]
+__all__ = ["cut_between", "into_block", "into_whole", "out_of_block", "out_of_whole"]
 
 
 def into_block(x: Tensor, state: TensorState) -> Tensor:
     """x [B, S, M] or [B S, M] of which this rank computes a summand from here on."""
-    if not state.sequence:
+    if not state.cut:
         return identity_all_reduce(x, state.group)
     return all_gather_reduce_scatter(x, state.group, _tokens(x))
 
 
 def out_of_block(x: Tensor, state: TensorState) -> Tensor:
     """The sum of the ranks' x, always a fresh tensor: what follows may write into it."""
-    if not state.sequence:
+    if not state.cut:
         return all_reduce_identity(x, state.group)
     return reduce_scatter_all_gather(x, state.group, _tokens(x))
+
+
+def into_whole(x: Tensor, state: TensorState) -> Tensor:
+    """x of all tokens, from which every rank computes the same."""
+    return all_gather_split(x, state.group, _tokens(x)) if state.cut else x
+
+
+def out_of_whole(x: Tensor, state: TensorState) -> Tensor:
+    """The own tokens of what every rank has computed."""
+    return split_all_gather(x, state.group, _tokens(x)) if state.cut else x
 
 
 def cut_between(layers: list[nn.Module], state: TensorState, cuts: bool = True, joins: bool = True) -> None:
@@ -55,15 +69,18 @@ def cut_between(layers: list[nn.Module], state: TensorState, cuts: bool = True, 
     saved: list[Any] = []
 
     def cut(x: Tensor) -> Tensor:
+        state.cut = not cuts or x.shape[_tokens(x)] % state.size == 0
+        if not state.cut:
+            return x
         if state.draws and layers[0].training:  # other tokens, other dropout
             state.seed = draw_seed(x.device)
             saved.append(switch_stream(x.device, "tokens", state.seed, state.rank))
-        return split_all_gather(x, state.group, _tokens(x)) if cuts else x
+        return out_of_whole(x, state) if cuts else x
 
     def join(x: Tensor) -> Tensor:
         if saved:
             saved.pop().restore()
-        return all_gather_split(x, state.group, _tokens(x)) if joins else x
+        return into_whole(x, state) if joins else x
 
     change_input, change_output = map_hidden(cut), map_output(join)
     layers[0].register_forward_pre_hook(lambda _, args, kwargs: change_input(args, kwargs), with_kwargs=True)

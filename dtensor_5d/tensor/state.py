@@ -28,9 +28,10 @@ __all__ = ["TensorState"]
 
 @dataclass
 class TensorState:
-    """group: the ranks of the axis. sequence: tokens are cut between blocks. summed: (owner, parameter name, ranks
-    with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits: the
-    head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks.
+    """group: the ranks of the axis. sequence: tokens can be cut between blocks. cut: those of this forward are (not
+    where their number does not divide, outside of a `Run`'s windows, which are padded). summed: (owner, parameter name,
+    ranks with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits:
+    the head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks.
     whole_outputs: modules whose output every rank has whole. vocabulary: the head's columns on this rank."""
 
     group: dist.ProcessGroup
@@ -39,9 +40,13 @@ class TensorState:
     seed: int = 0
     whole_outputs: frozenset[str] = frozenset()
     vocabulary: Vocabulary | None = None
+    cut: bool = field(init=False)
     deferred: bool = False
     whole_logits: bool = True
     summed: list[tuple[nn.Module, str, dist.ProcessGroup]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cut = self.sequence
 
     @staticmethod
     def on(mesh: DeviceMesh, sequence: bool = False) -> TensorState:
@@ -57,8 +62,9 @@ class TensorState:
         return self.group.size()
 
     def sum_gradient(self, owner: nn.Module, name: str, group: dist.ProcessGroup) -> None:
-        """Notes that the gradient of this parameter is a summand on each rank of `group`."""
-        self.summed.append((owner, name, group))
+        """Notes that the gradient of this parameter is a summand on each rank of `group`; once, however often told."""
+        if not any(o is owner and n == name for o, n, _ in self.summed):
+            self.summed.append((owner, name, group))
 
     def summand(self, used: Tensor, group: dist.ProcessGroup) -> Tensor:
         """A parameter on its way into a forward that sees a part only."""
@@ -82,9 +88,8 @@ class TensorState:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
     @contextmanager
-    def cut_logits(self) -> Iterator[Vocabulary]:
-        """Around forwards whose loss takes the rank's own columns of the logits: which ones."""
-        assert self.vocabulary is not None, "no head was cut"
+    def cut_logits(self) -> Iterator[Vocabulary | None]:
+        """Around forwards whose loss takes the rank's own columns of the logits: which ones. None: of a whole head."""
         self.whole_logits = False
         try:
             yield self.vocabulary

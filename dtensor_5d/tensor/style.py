@@ -33,12 +33,12 @@ from dtensor_5d.tensor.check import output_dim
 from dtensor_5d.tensor.interpose import interposed, map_hidden, map_output
 from dtensor_5d.tensor.loss import Vocabulary
 from dtensor_5d.tensor.place import cut_parameter
-from dtensor_5d.tensor.sequence import into_block, out_of_block
+from dtensor_5d.tensor.sequence import into_block, into_whole, out_of_block, out_of_whole
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = [
     "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
-    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters",
+    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters", "WholeTokens",
 ]  # fmt: skip
 
 
@@ -143,6 +143,38 @@ class WholeParameters(_Style):
 class SequenceParallel(WholeParameters):
     """`WholeParameters` for a module that runs on this rank's part of the sequence (the norms between blocks)."""
 
+    def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
+        for owner in module.modules():
+            for name in _own(owner):
+                _read_summand(owner, name, state, state.group, lambda: state.cut)
+
+
+class WholeTokens(_Style):
+    """A module that stays whole and runs on all tokens, alike on every rank: attention that is not cut.
+
+    name: tells its random numbers from those of other modules.
+    """
+
+    def __init__(self, *, name: str = "", state: TensorState | None = None) -> None:
+        super().__init__(state)
+        self.name = name
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
+        saved: list[SavedStream] = []
+
+        def enter(x: Tensor) -> Tensor:
+            if state.draws and module.training and state.cut:
+                saved.append(switch_stream(x.device, "whole", state.seed, self.name))
+            return into_whole(x, state)
+
+        def leave(y: Tensor) -> Tensor:
+            if saved:
+                saved.pop().restore()
+            return out_of_whole(y, state)
+
+        interposed(module).before.append(map_hidden(enter))
+        interposed(module).after.append(map_output(leave))
+
 
 class NormParallel(_Style):
     """An RMS norm over a size of which each rank has a part (q and k norms over all heads together).
@@ -225,7 +257,7 @@ class BlockInput(_Style):
         saved: list[SavedStream] = []
 
         def enter(x: Tensor) -> Tensor:
-            if state.draws and module.training and not state.sequence and self.row:
+            if state.draws and module.training and not state.cut and self.row:
                 saved.append(switch_stream(x.device, "block", draw_seed(x.device), state.rank))
             return into_block(x, state)
 
@@ -264,7 +296,7 @@ class BlockOutput(_Style):
             y = into_block(x, state)
             if not (state.draws and module.training):
                 return y
-            if state.sequence:
+            if state.cut:
                 saved.append(switch_stream(x.device, "router", state.seed, self.name))
             return y.clone()  # jitter writes into its input, which autograd forbids in a view
 
@@ -304,9 +336,12 @@ def _read_cut(
         interposed(module).reads[name] = read
 
 
-def _read_summand(module: nn.Module, name: str, state: TensorState, group: dist.ProcessGroup) -> None:
+def _read_summand(
+    module: nn.Module, name: str, state: TensorState, group: dist.ProcessGroup, sums: Callable[[], bool] = lambda: True
+) -> None:
+    """sums: whether the ranks see other parts in this forward."""
     state.sum_gradient(module, name, group)
-    interposed(module).reads[name] = lambda p: state.summand(p, group)
+    interposed(module).reads[name] = lambda p: state.summand(p, group) if sums() else p
 
 
 def _not_empty(rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from tests.adapters.models import meta_model, shared_meta_model
@@ -44,9 +45,11 @@ def test_sizes_that_do_not_divide(family, tp, changes, both):
         assert part in said, said
 
 
-def test_layers_are_told_once_and_everything_at_once():
-    said = _refusal("llama", 4, intermediate_size=90)
-    assert said.startswith("3 things to change"), said
+def test_layers_and_sizes_are_told_once_and_everything_at_once():
+    """Three projections have the one size that does not divide, in both layers."""
+    assert _refusal("llama", 4, intermediate_size=90).count("tp must divide") == 1
+    said = _refusal("deepseek_v2", 4, intermediate_size=90, moe_intermediate_size=46, first_k_dense_replace=1)
+    assert said.startswith("2 things to change") and "divide 90" in said and "divide 46" in said, said
 
 
 @pytest.mark.parametrize(
@@ -67,14 +70,19 @@ def test_rules_that_do_not_fit(rules, part):
 
 
 def test_a_parameter_beside_cut_ones_of_which_no_rule_speaks():
+    model = meta_model("llama", **TWO)
+    for layer in model.model.layers:
+        layer.self_attn.extra = torch.nn.LayerNorm(8)
+    with pytest.raises(PlanError, match=r"self_attn\.extra\.weight, which no rule speaks of"):
+        plan_for(model, Degrees(tp=2))
+
+
+def test_a_family_that_nobody_proved_needs_a_rule_for_every_matrix():
+    assert "tp for the family 'falcon'" in _refusal("falcon")
+    assert "tp for the family 'falcon'" in _refusal("falcon", 2, {"lm_head": "head"})
     attention = "model.layers.*.self_attn."
     said = _refusal("granitemoe", 2, {attention + "q_proj": "column", attention + "o_proj": "row"})
-    for left_out in ("k_proj", "v_proj"):
-        assert f"{left_out}.weight, which no rule speaks of" in said
-
-
-def test_a_family_that_nobody_proved_needs_rules():
-    assert "tp for the family 'falcon'" in _refusal("falcon")
+    assert f"no rule of yours for {attention}k_proj, {attention}v_proj, " in said, said
 
 
 def test_options_without_an_axis_to_act_on():
