@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dtensor_5d.adapters.trace import trace_order
 from dtensor_5d.errors import PlanError, Violation
@@ -139,8 +140,12 @@ def _refuse_wrapped(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         found.append((type(model).__name__, "module", "give its .module; the data axis replaces the wrapper"))
     sharded = next((name for name, module in modules.items() if isinstance(module, FSDPModule)), None)
+    cut = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if sharded is not None:
         found.append(("fully_shard", sharded or "the model", "give the plain model; the data axis shards it"))
+    elif cut is not None:
+        change = "build the model anew; parallelize (or parallelize_module) has cut this one already"
+        found.append(("parameters that are DTensors", cut, change))
     if found:
         raise PlanError(
             Violation(f"a model wrapped by {wrapper} ({name})", "must be the plain Hugging Face model", change)

@@ -78,9 +78,9 @@ def _without_a_word(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], 
             continue
         pieces = owner.split(".")
         around = [".".join(pieces[:i]) for i in range(1, len(pieces))]
-        if rule_of(name, own) is None and all(rule_of(n, own) is None for n in (owner, *_adapted(owner))):
-            if all(rule_of(outer, own) != "replicate" for outer in around):
-                found[_generic(owner)] = None
+        spoken = any(rule_of(n, own) is not None for n in (name, owner, *_adapted(owner)))
+        if not spoken and all(rule_of(outer, own) != "replicate" for outer in around):
+            found[_generic(owner)] = None
     return found
 
 

@@ -30,6 +30,7 @@ class Masks(TorchFunctionMode):
 
 
 def _masks(rank, sequence):
+    torch.manual_seed(100 + rank)  # every process its own: rank 0's counts
     model = tiny_model("gpt2", attn="eager", **DROPS)
     degrees = Degrees(tp=2)
     run = parallelize(model, plan_for(model, degrees, sequence_parallel=sequence), build_mesh(degrees, "cpu"))
@@ -54,7 +55,28 @@ def test_t17_masks_are_equal_on_the_same_tokens_and_distinct_on_others(sequence)
     assert all(torch.equal(replicas[name], replicas_1[name]) for name in replicas)
 
 
+def _whole(rank):
+    """Dropout inside attention that stays whole under sequence parallelism."""
+    torch.manual_seed(rank)
+    model = tiny_model("gpt2", attn="eager", **DROPS)
+    degrees = Degrees(tp=2)
+    rules = {"tp": {"transformer.h.*.attn": "replicate"}}
+    run = parallelize(model, plan_for(model, degrees, rules=rules), build_mesh(degrees, "cpu"))
+    with Masks() as seen:
+        run.step(rows(0, 2, 8, VOCAB))
+    return seen.kept, {n: p.grad.clone() for n, p in run.named_parameters() if ".attn." in n}
+
+
+def test_attention_that_stays_whole_draws_the_same_on_all_ranks():
+    (kept, grads), (kept_1, grads_1) = run_ranks(2, _whole)
+    # embedding; attention weights and output of attention, whole; output of the MLP, a part of the tokens; twice
+    assert [torch.equal(a, b) for a, b in zip(kept, kept_1)] == [True, *[True, True, False] * 2]
+    assert not torch.equal(kept[1], kept[4]), "each layer draws its own"
+    assert all(torch.equal(grads[name], grads_1[name]) for name in grads)
+
+
 def _jitter(rank, sequence):
+    torch.manual_seed(rank)
     model = tiny_model("mixtral", router_jitter_noise=0.3, num_hidden_layers=2)
     degrees = Degrees(tp=2)
     run = parallelize(model, plan_for(model, degrees, sequence_parallel=sequence), build_mesh(degrees, "cpu"))

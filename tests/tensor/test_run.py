@@ -112,6 +112,18 @@ def test_l1_one_batch_on_every_mesh_gives_one_loss_and_norm():
             assert share == (rank // degrees.tp, 2) and multiple == degrees.tp
 
 
+def _cancelling(rank):
+    """+1, -2, +1 in a row: what a sum over ids times places would not see."""
+    run = _run()
+    ids = torch.arange(20, 36).view(2, 8)
+    change = torch.tensor([[0, 0, 1, -2, 1, 0, 0, 0], [0] * 8]) * rank
+    run.step({"input_ids": ids + change, "labels": ids})
+
+
+def test_peers_with_changes_that_cancel_in_a_sum():
+    fails_on_ranks(2, _cancelling, error=PlanError, match="other rows on rank 1")
+
+
 # --- other ways through the model
 
 
@@ -139,20 +151,51 @@ def test_l24_a_loss_of_ones_own_sees_the_whole_vocabulary():
         assert_same_gradients(got, want, tol=1e-5)
 
 
-def _by_hand(rank, family, sequence):
+def _by_hand(rank, family, sequence, lengths):
     run = _run(family, sequence_parallel=sequence)
-    batch = rows(0, 2, 8, VOCAB)
-    for _ in range(2):  # gradients add up
-        run.model(**batch, use_cache=False).loss.backward()
+    for length in lengths:  # gradients add up
+        run.model(**rows(0, 2, length, VOCAB), use_cache=False).loss.backward()
     return run.full_gradients()
 
 
-@pytest.mark.parametrize("family, sequence", [("qwen3", True), ("qwen3_moe", False)])
-def test_the_model_called_by_hand_is_exact_too(family, sequence):
-    """Norms and routers sum their gradients at once where no window does it for them."""
-    _, want = _alone([rows(0, 2, 8, VOCAB)], family)
-    for got in run_ranks(2, _by_hand, family, sequence):
-        assert_same_gradients({n: g / 2 for n, g in got.items()}, want, tol=1e-5)
+@pytest.mark.parametrize(
+    "family, sequence, lengths",
+    [("qwen3", True, (8, 8)), ("qwen3", True, (7, 8)), ("deepseek_v2", True, (1, 5)), ("qwen3_moe", False, (8, 8))],
+)
+def test_the_model_called_by_hand_is_exact_too(family, sequence, lengths):
+    """Norms and routers sum their gradients at once where no window does it for them; tokens whose number tp does not
+    divide stay whole."""
+    every = [_alone([rows(0, 2, length, VOCAB, supervised=0.8)], family)[1] for length in lengths]
+    for got in run_ranks(2, _by_hand, family, sequence, lengths):
+        assert_same_gradients(got, {n: sum(grads[n] for grads in every) for n in got}, tol=1e-5)
+
+
+def _generated(rank, family, degrees):
+    run = _run(family, degrees)
+    ids = rows(0, 2, 7, VOCAB)["input_ids"]
+    first = run.model.eval().generate(ids, max_new_tokens=5, do_sample=False)
+    run.step(rows(run.data_rank, 2, 8, VOCAB))  # the window that follows is cut again
+    return first, run.full_gradients()
+
+
+@pytest.mark.parametrize("family, degrees", [("llama", Degrees(tp=2)), ("gpt2", Degrees(dp_shard=2, tp=2))], ids=str)
+def test_the_model_generates(family, degrees):
+    """Prompts and steps (1 token) of lengths that tp does not divide."""
+    ids = rows(0, 2, 7, VOCAB)["input_ids"]
+    want = tiny_model(family, **TINY).eval().generate(ids, max_new_tokens=5, do_sample=False)
+    _, grads = _alone([rows(r, 2, 8, VOCAB) for r in range(degrees.data)], family)
+    for got, got_grads in run_ranks(degrees.world_size, _generated, family, degrees):
+        assert torch.equal(got, want)
+        assert_same_gradients(got_grads, grads, tol=1e-5)
+
+
+def _twice(rank):
+    run = _run()
+    parallelize(run.model, run.plan, run.mesh)
+
+
+def test_a_model_that_is_cut_already_is_refused():
+    fails_on_ranks(2, _twice, error=PlanError, match="DTensors .model.embed_tokens.weight.*build the model anew")
 
 
 def _two_windows(rank):
@@ -166,27 +209,6 @@ def test_a_second_window_adds_to_gradients_that_are_summed_already():
     grads = [_alone([rows(10 * n + r, 2, 8, VOCAB, supervised=1.0) for r in range(2)], "qwen3")[1] for n in range(2)]
     want = {name: grads[0][name] + grads[1][name] for name in grads[0]}
     for got in run_ranks(4, _two_windows):
-        assert_same_gradients(got, want, tol=1e-5)
-
-
-# --- rules of ones own
-
-
-def _own_rules(rank):
-    from dtensor_5d.tensor import ColwiseParallel, RowwiseParallel
-
-    mlp = "model.layers.*.mlp"
-    rules = {mlp: "replicate", f"{mlp}.gate_proj": ColwiseParallel(), f"{mlp}.up_proj": ColwiseParallel(),
-             f"{mlp}.down_proj": RowwiseParallel(), "lm_head": "head"}  # fmt: skip
-    run = _run(rules={"tp": rules}, sequence_parallel=False)
-    run.step(rows(0, 2, 8, VOCAB))
-    return run.full_gradients()
-
-
-def test_style_objects_in_a_plan():
-    """They stand for themselves: each column exchanges its own input."""
-    _, want = _alone([rows(0, 2, 8, VOCAB)])
-    for got in run_ranks(2, _own_rules):
         assert_same_gradients(got, want, tol=1e-5)
 
 
