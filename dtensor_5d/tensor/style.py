@@ -146,7 +146,7 @@ class SequenceParallel(WholeParameters):
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         for owner in module.modules():
             for name in _own(owner):
-                _read_summand(owner, name, state, state.group, lambda: state.cut)
+                _read_summand(owner, name, state, state.group, lambda: state.cut or not state.sequence)
 
 
 class WholeTokens(_Style):
