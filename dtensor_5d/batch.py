@@ -277,7 +277,7 @@ def _prepared(batch: Mapping[str, Any], rules: BatchRules, device: torch.device)
     return inputs
 
 
-_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE, "documents": PADDING}
+_PADDING = {"attention_mask": 0, "labels": IGNORE, "documents": PADDING}
 
 
 def _padded(prepared: dict[str, torch.Tensor], rules: BatchRules) -> dict[str, torch.Tensor]:
@@ -287,6 +287,8 @@ def _padded(prepared: dict[str, torch.Tensor], rules: BatchRules) -> dict[str, t
     if not more or not ids.numel():
         return prepared
     out = {key: F.pad(prepared[key], (0, more), value=value) for key, value in _PADDING.items() if key in prepared}
+    # An id of the row itself: the embedding of one that the batch does not hold stays untouched, NaN too.
+    out["input_ids"] = torch.cat([ids, ids[:, -1:].expand(-1, more)], dim=1)
     highest = int(positions.max()) if positions is not None else ids.shape[1] - 1
     # Further positions where there are such: repeated ones would look like packed documents.
     fits = not rules.adaptive and (rules.positions is None or highest + more < rules.positions)

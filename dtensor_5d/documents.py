@@ -29,7 +29,8 @@ def with_offsets(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     with `document_ids` instead; any other batch as it is.
 
     Example: two rows of 4 tokens, `cu_seqlens = [0, 3, 4, 8]` -> document_ids `[[0, 0, 0, 1], [2, 2, 2, 2]]`.
-    Errors: `PlanError` for offsets that do not fill the rows, and for documents told twice.
+    Errors: `PlanError` for offsets that do not fill the rows, for a document over the end of a row, and for documents
+    told twice.
     """
     offsets = batch.get("cu_seqlens")
     if offsets is None:
@@ -45,6 +46,13 @@ def with_offsets(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if batch.get("document_ids") is not None:
         raise PlanError(Violation("both cu_seqlens and document_ids", "documents are told once", "remove one of them"))
     assert isinstance(ids, Tensor)
+    if ids.dim() == 2:
+        borders = torch.arange(ids.shape[1], total, ids.shape[1], device=offsets.device)
+        over = borders[~torch.isin(borders, offsets)].tolist()
+        if over:
+            asked = f"cu_seqlens with a document over the end of a row (at {over[:4]})"
+            needs = f"each row of {ids.shape[1]} tokens starts a document"
+            raise PlanError(Violation(asked, needs, "add these offsets, or lay all documents into one row [1, B x S]"))
     numbers = torch.searchsorted(offsets[1:].contiguous(), torch.arange(total, device=offsets.device), right=True)
     rest = {key: value for key, value in batch.items() if key != "cu_seqlens"}
     return {**rest, "document_ids": numbers.view(ids.shape)}

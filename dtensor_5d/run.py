@@ -79,8 +79,10 @@ class Run:
 
         batch: this data rank's rows, a dict of [B, S] tensors, or several of them; each is cut along B into
         `microbatches` parts, and the window is all of them. loss: `fn(logits [B, S, V], shifted labels [B, S]) -> sum`
-        in place of cross entropy. Returns the mean over all supervised tokens of the window on all ranks: a 0-dim
-        tensor, the same everywhere; 0 (with gradients of 0, and a warning) when there is none.
+        in place of cross entropy, a sum over tokens: what a token adds depends on its own logits and label only. It is
+        called with the tokens of this rank (under cp [B, S / cp], in another order; padding has label -100), so what
+        mixes the tokens of a row needs cp=1. Returns the mean over all supervised tokens of the window on all ranks: a
+        0-dim tensor, the same everywhere; 0 (with gradients of 0, and a warning) when there is none.
         The model is put into training mode. Errors: `PlanError` on every rank, before any forward, when any rank's
         batch is wrong; after the window, on every rank, when a custom `loss` failed on any (drop the gradients then).
         """

@@ -184,4 +184,6 @@ def test_documents_told_by_offsets():
     assert micro.inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]]
     for offsets in ([0, 2, 2, 12], [1, 12], [0, 11], [0]):
         assert "go up from 0 to B x S = 12" in refused(batch | {"cu_seqlens": torch.tensor(offsets)})
+    over = refused(batch | {"cu_seqlens": torch.tensor([0, 4, 8, 12])})
+    assert "over the end of a row (at [6])" in over and "lay all documents into one row" in over
     assert "told once" in refused(batch | {"cu_seqlens": torch.tensor([0, 12]), "document_ids": ids()})

@@ -12,6 +12,7 @@ from torch import nn
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.batch import Explicit
 from dtensor_5d.context.rotary import adapts_to_length
+from dtensor_5d.context.same_mask import mask_violations
 from dtensor_5d.context.style import ContextParallel, dispatches_attention
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import Violation
@@ -118,10 +119,11 @@ def _attention(name: str, module: Any) -> Iterator[Violation]:
     if types is not None and index is not None and types[index] not in LAYER_TYPES:
         needs = f"must be one of {', '.join(LAYER_TYPES)}"
         yield Violation(f"layers of type {types[index]!r}", needs, "use dp_shard or tp")
+    yield from mask_violations(module)
     for attribute in _DROPOUT:
         value = getattr(module, attribute, 0.0)
         chance = value.p if isinstance(value, nn.Dropout) else value
-        if isinstance(chance, float) and chance > 0:
+        if isinstance(chance, (int, float)) and chance > 0:
             asked = f"attention dropout {chance} ({_generic(name)}.{attribute})"
             needs = "must be 0 where attention runs over the context axis"
             yield Violation(asked, needs, "set attention_dropout (attn_pdrop) to 0 in the config")

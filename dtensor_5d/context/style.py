@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor_5d.batch import MicroBatch
 from dtensor_5d.context.rotary import adapts_to_length, on_whole_range
 from dtensor_5d.context.rows import LocalRows
+from dtensor_5d.context.same_mask import mask_violations
 from dtensor_5d.context.scope import attend_keeping
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.families.context import COUNTS_REAL, refusal
@@ -146,6 +147,8 @@ class ContextParallel(ParallelStyle):
         if why is not None:
             asked = f"ContextParallel for {type(module).__name__}"
             raise PlanError(Violation(asked, f"attention must run over a cut sequence, but {why}", "use another axis"))
+        if bad := mask_violations(module):
+            raise PlanError(bad)
         _register()
         module.__dict__[_NOTE] = _Layer(state, module)
         state.attach(module)
