@@ -23,7 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_5d.adapters.context_rules import context_violations, explicit_rows, rows_multiple
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
-from dtensor_5d.adapters.expert_rules import auxiliary_coefficient, auxiliary_violations, cuts_experts
+from dtensor_5d.adapters.expert_rules import (
+    apart_violations,
+    auxiliary_coefficient,
+    auxiliary_violations,
+    cuts_experts,
+    scoring_routers,
+)
 from dtensor_5d.adapters.pipeline_rules import pipeline_violations
 from dtensor_5d.adapters.planning import cuts_tokens, derive_rules
 from dtensor_5d.agree import Agreement
@@ -147,6 +153,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             stages=mesh["pp"].get_group(),
             coefficient=auxiliary_coefficient(model),
             copies=1 if apart else mesh.degrees.tp,
+            scored={} if apart else scoring_routers(decoder, held),
         )
     rows = None
     if context is not None:
@@ -265,7 +272,8 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
             sequence=cuts_tokens(decoder, plan.options), apart=apart, dtype=compute_dtype(plan.options.precision),
         )  # fmt: skip
     bad += context_violations(model, decoder, plan.rules["cp"], mesh.degrees, plan.options) if on["cp"] else []
-    bad += expert_violations(model, plan.rules["ep"], mesh.degrees) if apart else []
+    bad += expert_violations(model, plan.rules["ep"], mesh.degrees, plan.options) if apart else []
+    bad += apart_violations(model, decoder, plan.rules) if apart else []
     bad += pipeline_violations(model, decoder, mesh.degrees, plan.options) if on["pp"] else []
     if bad:
         raise PlanError(bad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
 
 from dtensor_5d.errors import PlanError, Violation
@@ -131,9 +132,10 @@ def _value_violation(name: str, value: Any) -> Violation | None:
             return None
         return Violation(f"{name}={value!r}", "must be a list of integers >= 1 or None", "give layers for each stage")
     if name == "capacity":
-        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf):
             return None
-        return Violation(f"{name}={value!r}", "must be a factor > 0 or None (nothing dropped)", "give a number or None")
+        needs = "must be a finite factor > 0 or None (nothing dropped)"
+        return Violation(f"{name}={value!r}", needs, "give a number or None")
     if name == "float8":
         if value is None or isinstance(value, str):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from dtensor_5d.dp.fsdp import DataParallel
 from dtensor_5d.dp.grads import clip_grads_, grad_norm
 from dtensor_5d.engine import Engine
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.expert.apply import ExpertState
+from dtensor_5d.expert.problems import Problems
 from dtensor_5d.expert.watch import RouterWatch
 from dtensor_5d.loss import LossFunction
 from dtensor_5d.mesh import Mesh
@@ -47,7 +47,7 @@ class Parts:
     engine: Engine
     data: DataParallel
     tensor: TensorState | None
-    experts: ExpertState | None
+    experts: Problems | None
     context: RowCutter | None
     routers: RouterWatch | None
     agreement: Agreement
@@ -96,7 +96,8 @@ class Run:
             warnings.warn(what, stacklevel=2)
         if not self.model.training:
             self.model.train()
-        done = self._parts.engine.train(window.micro, self._windows, window.tokens, loss)
+        with self._gathering():
+            done = self._parts.engine.train(window.micro, self._windows, window.tokens, loss)
         self._agree(done.problem, asked=loss is not None)
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
@@ -187,7 +188,9 @@ class Run:
         if self._parts.tensor is None:
             return None
         with self._looking(), self._parts.engine.around(micro):
-            return first_difference(self.model, self._parts.tensor, self._parts.engine.runnable(micro))
+            found = first_difference(self.model, self._parts.tensor, self._parts.engine.runnable(micro))
+        self._agree()
+        return found
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter of every stage as a full tensor on every rank, by Hugging Face name. A debugging aid."""
@@ -260,11 +263,15 @@ class Run:
         modes = [module.training for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._parts.engine.forward_only():
+            with torch.no_grad(), self._gathering(), self._parts.engine.forward_only():
                 yield
         finally:
             for module, mode in zip(self.model.modules(), modes):
                 module.training = mode
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        """Around what `_agree` ends: a wrong routing waits for it."""
+        return nullcontext() if self._parts.experts is None else self._parts.experts.gathering()
 
     def _agree(self, problem: Exception | None = None, asked: bool = False) -> None:
         """Raises on all ranks what one rank met in a window: until here it stayed in step with the others.

@@ -13,10 +13,11 @@ from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import Violation
 from dtensor_5d.families.facts import facts_for
 from dtensor_5d.plan import matches
+from dtensor_5d.plan.patterns import specificity
 
 __all__ = [
-    "EXPERT_STYLES", "auxiliary_coefficient", "auxiliary_violations", "cuts_experts", "expert_rules", "expert_units",
-    "own_input_rules",
+    "EXPERT_STYLES", "apart_violations", "auxiliary_coefficient", "auxiliary_violations", "cuts_experts",
+    "expert_rules", "expert_units", "own_input_rules", "scoring_routers",
 ]  # fmt: skip
 
 # Name -> what it says of a module: the experts, or the block around router and experts that take no indices.
@@ -43,6 +44,56 @@ def expert_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any]) -> 
 def expert_units(model: nn.Module, decoder: Decoder) -> list[str]:
     """Patterns of the modules that hold the experts' parameters: FSDP units of their own, over efsdp."""
     return _patterns([*decoder.experts, *decoder.other_experts], [name for name, _ in model.named_modules()])
+
+
+def apart_violations(
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Mapping[str, Any]]
+) -> list[Violation]:
+    """Rules of other axes that speak of experts which have ranks of their own. rules: axis -> {pattern: style}."""
+    experts = {*decoder.experts, *decoder.other_experts}
+    modules = dict(model.named_modules())
+    found: dict[Violation, None] = {}
+    for name, module in modules.items() if "dp" in rules else ():
+        style = _style_of(name, rules["dp"])
+        if name in experts and style != "experts":
+            needs, change = "they are a unit over efsdp, as the ranks of ep and etp leave them", "use 'experts'"
+        elif name not in experts and style == "experts":
+            needs, change = "experts with ranks of their own are units over efsdp, nothing else", "use 'unit'"
+        elif style not in (None, "root") and _inside(name, experts) and any(True for _ in module.parameters()):
+            needs, change = "experts are 1 unit over efsdp", "leave the rule out"
+        else:
+            continue
+        found[Violation(f"style {style!r} for {_generic(name)} on the data axis", needs, change)] = None
+    layers = decoder.layers + "."
+    for name in (*modules, *(name for name, _ in model.named_parameters())):
+        style = _style_of(name, rules.get("tp", {}))
+        around = name.startswith(layers) and any(e.startswith(name + ".") for e in experts)
+        if style is None or not (around or name in experts or _inside(name, experts)):
+            continue
+        needs = "ep or etp > 1 has the experts, and tokens go to them from the block around"
+        change = "leave the rule out, or use ep=1 and etp=1"
+        found[Violation(f"style {style!r} for {_generic(name)} on the tensor axis", needs, change)] = None
+    return list(found)
+
+
+def _style_of(name: str, rules: Mapping[str, Any]) -> Any:
+    fitting = [pattern for pattern in rules if matches(pattern, name)]
+    return rules[max(fitting, key=specificity)] if fitting else None
+
+
+def _inside(name: str, outer: Iterable[str]) -> bool:
+    return any(name.startswith(module + ".") for module in outer)
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def scoring_routers(decoder: Decoder, held: Iterable[str]) -> dict[str, str]:
+    """Experts that take no indices -> the router beside them, "" where there is none. held: modules of this rank."""
+    here = set(held)
+    beside = {name.rpartition(".")[0]: name for name in decoder.routers}
+    return {name: beside.get(name.rpartition(".")[0], "") for name in decoder.other_experts if name in here}
 
 
 def auxiliary_coefficient(model: nn.Module) -> float | None:
@@ -96,7 +147,7 @@ def _patterns(wanted: Sequence[str], names: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     every, chosen = list(names), set(wanted)
     for name in wanted:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        pattern = _generic(name)
         exact = all(other in chosen for other in every if matches(pattern, other))
         found[pattern if exact else name] = None
     return list(found)

@@ -9,7 +9,7 @@ from torch import nn
 
 from dtensor_5d.adapters.context_rules import context_rules, context_violations
 from dtensor_5d.adapters.decoder import Decoder, find_decoder
-from dtensor_5d.adapters.expert_rules import cuts_experts, expert_rules, expert_units
+from dtensor_5d.adapters.expert_rules import apart_violations, cuts_experts, expert_rules, expert_units
 from dtensor_5d.adapters.pipeline_rules import pipeline_rules, pipeline_violations
 from dtensor_5d.adapters.tensor_rules import can_cut_tokens, family_violations, tensor_rules
 from dtensor_5d.degrees import Degrees
@@ -76,7 +76,7 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
         rules["dp"] = {**data_rules(model, decoder, options, apart=apart), **options.rules.get("dp", {})}
     if apart:
         rules["ep"] = expert_rules(model, decoder, options.rules.get("ep", {}))
-        bad += expert_violations(model, rules["ep"], degrees)
+        bad += expert_violations(model, rules["ep"], degrees, options)
     if degrees.tp != 1:
         sequence = cuts_tokens(decoder, options)
         rules["tp"] = tensor_rules(model, decoder, own, sequence=sequence, apart=apart)
@@ -88,6 +88,8 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     if degrees.cp != 1:
         rules["cp"] = context_rules(model, decoder, options.rules.get("cp", {}))
         bad += context_violations(model, decoder, rules["cp"], degrees, options)
+    if apart:
+        bad += apart_violations(model, decoder, rules)
     if bad:
         raise PlanError(bad)
     return rules

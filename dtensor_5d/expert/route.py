@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtensor_5d.expert.problems import Problems
+
 __all__ = ["Route", "by_expert", "capacity_of", "check_routing", "find_route", "inverse", "told"]
 
 
@@ -100,7 +102,7 @@ class Route:
 
 def find_route(
     index: Tensor, weights: Tensor, experts: int, group: dist.ProcessGroup | None, *,
-    most: Callable[[int], int] | None = None, skips: bool = False, problems: list[Exception] | None = None,
+    most: Callable[[int], int] | None = None, skips: bool = False, problems: Problems | None = None,
 ) -> Route:  # fmt: skip
     """The route of this rank's tokens. Collective over the group: one all-gather of E + 3 integers.
 
@@ -110,8 +112,8 @@ def find_route(
     (otherwise they are an error).
 
     Errors: ValueError on *every* rank of the group if one has an index out of range or a weight that is not finite.
-    Other groups of the job know nothing of it and would wait: with `problems` the error is put there, and every rank
-    goes on (an index above the range does not travel, one below is taken as 0) until all can end together.
+    With `problems` the error is put there; while they are gathered every rank goes on (an index above the range does
+    not travel, one below is taken as 0) until all can end together.
     """
     index = index.long()
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -125,7 +127,7 @@ def find_route(
     order = torch.argsort(key, stable=True)
     mine = torch.bincount(key.clamp_min(0), minlength=experts + 1)[:experts]
     table = told(torch.cat([mine, _facts(index, weights)]), group)  # the one host sync
-    _refuse([row[experts:] for row in table], experts, skips, problems)
+    _refuse([row[experts:] for row in table], group, experts, skips, problems)
     counts = [row[:experts] for row in table]
     order = order[: sum(counts[rank])]
     if most is not None:
@@ -156,13 +158,13 @@ def capacity_of(pairs: int, experts: int, factor: float) -> int:
 
 
 def check_routing(
-    index: Tensor, weights: Tensor, experts: int, group: dist.ProcessGroup, problems: list[Exception] | None = None
+    index: Tensor, weights: Tensor, experts: int, group: dist.ProcessGroup, problems: Problems | None = None
 ) -> tuple[list[int], Tensor]:
     """The number of tokens T of each rank of the group, and the index in its range. Collective; errors as
     `find_route`."""
     size = index.new_tensor([index.size(0)])
     table = told(torch.cat([size, _facts(index, weights)]), group)
-    _refuse([row[1:] for row in table], experts, False, problems)
+    _refuse([row[1:] for row in table], group, experts, False, problems)
     return [row[0] for row in table], index if problems is None else index.clamp(0, experts - 1)
 
 
@@ -218,9 +220,12 @@ def _facts(index: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([low, high, wrong.to(index.dtype)])
 
 
-def _refuse(facts: list[list[int]], experts: int, skips: bool, noted: list[Exception] | None) -> None:
+def _refuse(
+    facts: list[list[int]], group: dist.ProcessGroup | None, experts: int, skips: bool, noted: Problems | None
+) -> None:
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)  # those of the job
     problems = []
-    for rank, (low, high, wrong) in enumerate(facts):
+    for rank, (low, high, wrong) in zip(ranks, facts, strict=True):
         if (low < 0 and not skips) or high >= experts:
             worst = high if high >= experts else low
             problems.append(f"rank {rank} has the router index {worst}, must be 0 to {experts - 1} ({experts} experts)")
@@ -228,8 +233,7 @@ def _refuse(facts: list[list[int]], experts: int, skips: bool, noted: list[Excep
             problems.append(f"rank {rank} has {wrong} routing weights that are not finite")
     if not problems:
         return
-    error = ValueError("; ".join(problems) + " (ranks of the expert-parallel group)")
+    error = ValueError("; ".join(problems) + " (among its tokens, with etp also those of the ranks that share them)")
     if noted is None:
         raise error
-    if not noted:  # the first one; what follows comes from it
-        noted.append(error)
+    noted.add(error)

@@ -12,7 +12,9 @@ Letters: T tokens, K choices, E experts, M model size.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.compute import ExpertForm, compute_experts, form_of
 from dtensor_5d.expert.keep import keep_routing
 from dtensor_5d.expert.place import check_experts, cut_experts
+from dtensor_5d.expert.problems import Problems
 from dtensor_5d.expert.route import told
 from dtensor_5d.expert.transport import TRANSPORTS, Buffers, Transport
 from dtensor_5d.expert.variants import AllGatherDispatch, AllToAllDispatch, Dispatch, TwoStepDispatch
@@ -49,7 +52,7 @@ class ExpertParallel(ParallelStyle):
     the share of an equal load that an expert takes at most, the rest is dropped by rank and token; None drops nothing.
     ranks_per_node: neighbouring ranks of the axis that share a node, for two_step. same_tokens: an axis whose ranks
     hold the same tokens (tensor parallel): each sends its part of them. store: where weight gradients wait. problems:
-    where a wrong index or weight is noted, the run going on, so that all ranks of a job can end together; None: raised.
+    where a wrong index or weight is noted; None: raised. In a plan same_tokens, store and problems are the model's.
 
     The mesh is that of ep, or ep x etp: then each expert is cut inside over etp, whose ranks take each other's tokens.
     One style for all layers shares the memory for rows on their way. Errors: PlanError for a dense module, experts that
@@ -60,15 +63,16 @@ class ExpertParallel(ParallelStyle):
         self, *, dispatch: str | Callable[[dist.ProcessGroup, int], Dispatch] = "all_to_all",
         transport: str | Transport = "auto", capacity: float | None = None, ranks_per_node: int | None = None,
         same_tokens: DeviceMesh | None = None, store: WeightGradients | None = None,
-        problems: list[Exception] | None = None,
+        problems: Problems | None = None,
     ) -> None:  # fmt: skip
         bad = []
         if isinstance(dispatch, str) and dispatch not in DISPATCHES:
             bad.append(Violation(f"dispatch={dispatch!r}", f"must be one of {list(DISPATCHES)}", "choose one"))
         if isinstance(transport, str) and transport not in TRANSPORTS:
             bad.append(Violation(f"transport={transport!r}", f"must be one of {list(TRANSPORTS)}", "choose one"))
-        if capacity is not None and (not capacity > 0 or dispatch not in ("all_to_all", "all_gather")):
-            needs = "must be > 0, and dispatch all_to_all or all_gather"
+        drops = dispatch in ("all_to_all", "all_gather")
+        if capacity is not None and not (drops and capacity > 0 and isfinite(capacity)):
+            needs = "must be > 0 and finite, and dispatch all_to_all or all_gather"
             asked = f"capacity={capacity} with dispatch={dispatch!r}"
             bad.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
         if dispatch == "two_step" and not ranks_per_node:
@@ -81,6 +85,14 @@ class ExpertParallel(ParallelStyle):
         self.same_tokens, self.store, self.problems = same_tokens, store, problems
         self.buffers = Buffers()
         self._steps: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+    def bound(
+        self, same_tokens: DeviceMesh | None, store: WeightGradients | None, problems: Problems
+    ) -> ExpertParallel:
+        """This style with what a model in a `Run` gives it; shares the memory for rows on their way."""
+        made = copy.copy(self)
+        made.same_tokens, made.store, made.problems = same_tokens, store, problems
+        return made
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts, is_block = experts_in(module)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_5d.expert.dispatch import combine, dispatch
+from dtensor_5d.expert.problems import Problems
 from dtensor_5d.expert.route import capacity_of, check_routing, find_route
 from dtensor_5d.expert.transport import Auto, Buffers, Transport
 from dtensor_5d.ops import all_gather_reduce_scatter, reduce_scatter_all_gather
@@ -50,7 +51,7 @@ class AllToAllDispatch:
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
     capacity: float | None = None
-    problems: list[Exception] | None = None
+    problems: Problems | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         factor, experts = self.capacity, self.experts
@@ -69,7 +70,7 @@ class AllGatherDispatch:
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
     capacity: float | None = None
-    problems: list[Exception] | None = None
+    problems: Problems | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         sizes, index = check_routing(index, weights, self.experts, self.group, self.problems)
@@ -102,7 +103,7 @@ class TwoStepDispatch:
     experts: int
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
-    problems: list[Exception] | None = None
+    problems: Problems | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         _, index = check_routing(index, weights, self.experts, self.group, self.problems)

@@ -8,7 +8,7 @@ Letters: E experts, T tokens of this rank, K choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +45,14 @@ class RouterWatch:
     experts, routers: names, those of this rank. data: the ranks that read other tokens. cut: those over which the
     tokens of a row are cut (sequence parallelism around the experts). stages: those that have other layers.
     coefficient: of the auxiliary loss, None for none. copies: how many ranks go backward through the same tokens and
-    have their gradients summed.
+    have their gradients summed. scored: experts that take no indices (llama4, with no ranks of their own) -> the
+    router beside them, which says what their tokens chose; "" where there is none.
     """
 
     def __init__(
         self, model: nn.Module, experts: Sequence[str], routers: Sequence[str], data: dist.ProcessGroup,
         *, cut: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None,
-        coefficient: float | None = None, copies: int = 1,
+        coefficient: float | None = None, copies: int = 1, scored: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.coefficient = coefficient
         self._model, self._data, self._cut, self._copies = model, data, cut, copies
@@ -63,8 +64,13 @@ class RouterWatch:
         self._sizes = {name: _experts_of(model.get_submodule(name)) for name in experts}
         self._window: dict[str, Tensor] = {}
         self._since: dict[str, Tensor] = {}  # the last update of biases
+        self._scored = dict(scored or {})
+        self._uncounted = [n for n, r in self._scored.items() if not r or not hasattr(model.get_submodule(r), "top_k")]
         for name in experts:
-            model.get_submodule(name).register_forward_pre_hook(self._noting(name), with_kwargs=True)
+            if name not in self._scored:
+                model.get_submodule(name).register_forward_pre_hook(self._noting(name), with_kwargs=True)
+            elif name not in self._uncounted:
+                model.get_submodule(self._scored[name]).register_forward_hook(self._noting_scores(name))
         for name in routers if coefficient is not None else ():
             model.get_submodule(name).register_forward_hook(self._note_logits)
 
@@ -92,7 +98,13 @@ class RouterWatch:
         return Auxiliary(loss / self._copies, loss.detach() / self._data.size())
 
     def load(self) -> dict[str, Tensor]:
-        """Experts module -> [E] int64: tokens of the last window that chose each expert, of all ranks. Collective."""
+        """Experts module -> [E] int64: tokens of the last window that chose each expert, of all ranks. Collective.
+
+        Errors: `PlanError` for experts that take no indices beside a router that tells none.
+        """
+        if self._uncounted:
+            asked, needs = f"the load of {self._uncounted[0]}", "its forward or the router beside it must tell indices"
+            raise PlanError(Violation(asked, needs, "leave run.expert_load() out for this family"))
         own = self._summed(self._window)
         if self._stages is None or self._stages.size() == 1:
             return own
@@ -127,14 +139,24 @@ class RouterWatch:
     def _noting(self, name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
-            if not self._watching or index is None:
-                return
-            # One row for each token, also where a token comes as several rows of one choice each.
-            load = expert_load(index.reshape(self._mask.numel(), -1), self._sizes[name], self._mask)
-            for counts in (self._window, self._since):
-                counts[name] = counts[name] + load if name in counts else load
+            if index is not None:
+                self._count(name, index)
 
         return note
+
+    def _noting_scores(self, name: str) -> Any:
+        def note(router: Any, args: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+            self._count(name, out[1].detach().topk(router.top_k, dim=-1).indices)
+
+        return note
+
+    def _count(self, name: str, index: Tensor) -> None:
+        if not self._watching:
+            return
+        # One row for each token, also where a token comes as several rows of one choice each.
+        load = expert_load(index.reshape(self._mask.numel(), -1), self._sizes[name], self._mask)
+        for counts in (self._window, self._since):
+            counts[name] = counts[name] + load if name in counts else load
 
     def _note_logits(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._watching:

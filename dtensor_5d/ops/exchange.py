@@ -41,10 +41,11 @@ def gathered(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]
     if not longest * _others(x, dim):
         return x.new_empty(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     mine = _padded(x, dim, longest)
-    buffer = mine.new_empty(n, *mine.shape)
-    dist.all_gather_single(buffer.view(-1), mine.view(-1), group=group)
+    whole = mine.new_empty(n * mine.size(0), *mine.shape[1:])
+    dist.all_gather_single(whole.view(-1), mine.view(-1), group=group)
     if dim == 0 and min(sizes) == longest:
-        return buffer.flatten(0, 1)
+        return whole  # no view of it: FSDP2 warns of those
+    buffer = whole.view(n, *mine.shape)
     return torch.cat([p.narrow(dim, 0, s) for p, s in zip(buffer.unbind(), sizes)], dim)
 
 

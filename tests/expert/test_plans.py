@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from dtensor_5d import Degrees, ExpertParallel, PlanError, build_mesh, parallelize, plan_for
+from dtensor_5d.expert.problems import Problems
 from tests.families.tiny import tiny_config, tiny_model
 from tests.harness import fails_on_ranks, run_ranks
+
+EP2 = Degrees(dp_shard=2, ep=2)
+EXPERTS = "model.layers.*.mlp.experts"
 
 
 def test_a_plan_shows_what_happens_to_experts_and_what_is_beside_them():
@@ -47,6 +52,21 @@ def test_without_the_axis_nothing_changes():
          "must hold fused experts"),
         ("qwen3_moe", {}, Degrees(dp_shard=2, ep=2), {"rules": {"ep": {"model.layers.*.mlp.experts": "row"}}},
          "style 'row' for model.layers.0.mlp.experts on the expert axis"),
+        ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: SequenceParallel()}}}, "must be 'dispatch' or an Expert"),
+        ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel()}}, "capacity": 1.5},
+         "has capacity=None, the plan capacity=1.5"),
+        ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel()}}, "dispatch": "all_gather"},
+         "has dispatch='all_to_all', the plan dispatch='all_gather'"),
+        ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel(dispatch="two_step", ranks_per_node=3)}}},
+         "ranks_per_node=3 must divide ep=2"),
+        ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel(problems=Problems())}}}, "leave problems at"),
+        ("qwen3_moe", {}, EP2, {"capacity": float("inf")}, "must be a finite factor"),
+        *(("qwen3_moe", {}, EP2, {"rules": {"dp": {EXPERTS: style}}}, f"'{style}' for .*experts on the data axis")
+          for style in ("root", "unit", "unit:all", "unit/2")),
+        ("qwen3_moe", {}, EP2, {"rules": {"dp": {"model.layers.*.self_attn": "experts"}}}, "use 'unit'"),
+        *(("qwen3_moe", {}, Degrees(tp=2, ep=2), {"rules": {"tp": {name: style}}}, f"{style}.* on the tensor axis")
+          for name, style in ((EXPERTS + ".gate_up_proj", "packed_column/1/2"), (EXPERTS, "replicate"),
+                              ("model.layers.*.mlp", "block_sum"), ("model.layers.*.mlp", "replicate"))),
         ("qwen3_moe", {}, Degrees(dp_shard=2), {"rules": {"ep": {"model.layers.*.mlp.experts": "dispatch"}}},
          "rules for ep with ep=1"),
     ],
