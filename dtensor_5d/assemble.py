@@ -127,6 +127,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     for layers in stages:
         own = [model.get_submodule(decoder.layer(n)) for n in layers]
         recompute_layers(own, options.recompute, is_routing if apart else None)
+    present = {name for name, _ in model.named_modules()}  # the rest is on other stages
     if _has_shards(mesh.degrees, apart) or options.precision is not None:
         shard(
             model,
@@ -134,7 +135,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             plan.rules.get("dp", {}),
             zero=2 if options.regather == "window" else options.zero,
             precision=compute_dtype(options.precision),
-            fp32_modules=decoder.fp32_modules,
+            fp32_modules=[name for name in decoder.fp32_modules if name in present],
             embedding=decoder.embedding,
             layers=decoder.layers,
             expert_mesh=_with_replicas(mesh, "efsdp") if apart else None,

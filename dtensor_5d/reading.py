@@ -36,11 +36,17 @@ class Reader:
     parts: int
     along: Callable[[MicroBatch], MicroBatch] | None = None
 
-    def window(self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None) -> Window:
-        """One window. Errors: `PlanError` on every rank, where any rank's batch is wrong."""
+    def window(
+        self, batch: Batch | Sequence[Batch], *, need_labels: bool, parts: int | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Window:  # fmt: skip
+        """One window. ready: raises where this rank cannot run it. Errors: `PlanError` on every rank, where any rank's
+        batch is wrong or any is not ready."""
         window: list[MicroBatch] = []
         error: Exception | None = None
         try:
+            if ready is not None:
+                ready()
             window = self._cut(batch, need_labels, parts or self.parts)
         except Exception as problem:
             error = problem

@@ -87,8 +87,7 @@ class Run:
         batch is wrong; after the window, on every rank, when a custom `loss` failed on any (drop the gradients then).
         """
         self._require_weights("step")
-        self._require_gradients()
-        window = self._parts.reader.window(batch, need_labels=True)
+        window = self._parts.reader.window(batch, need_labels=True, ready=self._require_gradients)
         if window.tokens == 0:
             what = (
                 "no supervised token in this window (every label that is predicted is -100): loss and gradients are 0"
@@ -291,6 +290,9 @@ class Run:
             asked = "run.step of a model whose parameters are all frozen"
         if asked:
             raise PlanError(Violation(asked, "1 trainable parameter and gradients are required", "use run.evaluate"))
+        engine = self._parts.engine
+        if isinstance(engine, Pipeline):
+            engine.staging.check_trained()
 
     def _path(self, folder: str | Path) -> Path:
         error = None

@@ -117,7 +117,13 @@ class RouterWatch:
         tensors = named_tensors(self._model)
         biases = {name: _bias_beside(name, tensors, size) for name, size in self._sizes.items()}
         bare = [name for name, bias in biases.items() if bias is None]
-        if bare or not biases:
+        # A stage of a pipeline may have dense layers only.
+        known = [(bare[:1], len(biases))]
+        if self._stages is not None and self._stages.size() > 1:
+            known *= self._stages.size()
+            dist.all_gather_object(known, (bare[:1], len(biases)), group=self._stages)
+        bare = [name for names, _ in known for name in names]
+        if bare or not sum(count for _, count in known):
             asked = f"a bias update of {bare[0] if bare else 'a model without experts'}"
             needs = f"a router with a correction bias is required ({' or '.join(_BIASES)})"
             raise PlanError(Violation(asked, needs, "use the auxiliary loss: config.output_router_logits=True"))

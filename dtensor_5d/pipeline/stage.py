@@ -54,7 +54,9 @@ class Stage:
     def backward_input(self, micro: int, gradient: Tensor | None) -> Tensor | None:
         """I: the gradient of what was received; None on the first stage, or where nothing before is trained."""
         graph = self._graphs.pop(micro)
-        if graph.out.requires_grad:
+        # Hidden states without a gradient: nobody trains what made them, though inputs may have been asked for one
+        # (enable_input_require_grads). A 0-dim loss needs none.
+        if graph.out.requires_grad and (gradient is not None or graph.out.dim() == 0):
             with self._store.deferring((self.number, micro)):
                 torch.autograd.backward(graph.out, gradient)
         if graph.received is None or not self._sends_gradient:

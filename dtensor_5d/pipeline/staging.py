@@ -42,15 +42,32 @@ class Staging:
         """The rank of the pipeline axis that has the last stage."""
         return self.cut.rank_of[-1]
 
+    def is_trained(self, stage: int) -> bool:
+        """Whether a stage of this rank has a trainable parameter now."""
+        return any(p.requires_grad for module in self.owners[stage] for p in module.parameters(recurse=False))
 
-def stage_model(model: nn.Module, decoder: Decoder, options: Options, mesh: DeviceMesh) -> Staging:
-    """Leaves in `model`, in place, what the stages of this rank have. mesh: of the pipeline axis."""
+    def check_trained(self) -> None:
+        """Errors: `PlanError` where a stage of this rank is trained now whose gradient no other stage would send."""
+        for stage in self.owners:
+            silent = stage + 1 < self.cut.stages and not self.sends_gradient[stage + 1]
+            if (silent or not self.trained) and self.is_trained(stage):
+                asked = f"a trainable parameter in stage {stage}, which was frozen when the model was cut"
+                needs = "which gradients stages send is settled then"
+                raise PlanError(Violation(asked, needs, "set requires_grad=True before the model is cut"))
+
+
+def stage_model(
+    model: nn.Module, decoder: Decoder, options: Options, mesh: DeviceMesh,
+    instead: str = "run.step, run.evaluate or run.logits",
+) -> Staging:  # fmt: skip
+    """Leaves in `model`, in place, what the stages of this rank have. mesh: of the pipeline axis. instead: what to call
+    in place of the model."""
     rank = mesh.get_local_rank()
     cut = cut_for(decoder, options, mesh.size())
     named = list(model.named_parameters(remove_duplicate=False))
     training = {cut.owner(decoder, name) for name, p in named if p.requires_grad}
     keep_stages(model, decoder, cut, rank)
-    _refuse_whole(model)
+    _refuse_whole(model, instead)
     mine = cut.of(rank)
     return Staging(
         cut=cut,
@@ -64,14 +81,13 @@ def stage_model(model: nn.Module, decoder: Decoder, options: Options, mesh: Devi
     )
 
 
-def _refuse_whole(model: nn.Module) -> None:
+def _refuse_whole(model: nn.Module, instead: str) -> None:
     """Lets nobody run what is left of the model as if it were all of it; views of it share its hooks."""
 
     def refuse(called: nn.Module, _: object) -> None:
         if called is model:
             asked = "a forward of a model that is cut into pipeline stages"
-            change = "use run.step, run.evaluate or run.logits"
-            raise PlanError(Violation(asked, "no rank has all layers", change))
+            raise PlanError(Violation(asked, "no rank has all layers", f"use {instead}"))
 
     model.register_forward_pre_hook(refuse)
 

@@ -167,18 +167,25 @@ def test_logits_that_never_exist_at_once():
     check_parity(Case("gemma2", Degrees(pp=2, dp_shard=2), options, {"tie_word_embeddings": True}, batches=_long))
 
 
-def _narrow(rank, pp):
-    degrees = Degrees(pp=pp, dp_shard=2)
-    made = tiny_model("llama")
+def _narrow(rank, pp, family, shards):
+    degrees = Degrees(pp=pp, dp_shard=shards)
+    made = tiny_model(family)
     run = parallelize(made, plan_for(made, degrees, precision="bf16", microbatches=2), build_mesh(degrees, "cpu"))
     loss = run.step(rows(run.data_rank, 2, 16, 128))
     return loss.item(), run.full_gradients()
 
 
 def test_bf16_is_what_it_is_without_a_pipeline():
-    (loss, want), *_ = run_ranks(2, _narrow, 1)
-    for found, got in run_ranks(4, _narrow, 2):
+    (loss, want), *_ = run_ranks(2, _narrow, 1, "llama", 2)
+    for found, got in run_ranks(4, _narrow, 2, "llama", 2):
         assert abs(found - loss) < 1e-5 * loss
         # Sums of bf16 gradients in fp32; without a pipeline each micro-batch is reduced by itself.
         assert_same_gradients(got, want, tol=1e-5)
         assert all(g.dtype == torch.float32 for g in got.values())
+
+
+def test_bf16_where_modules_that_stay_fp32_are_on_other_stages():
+    (loss, want), *_ = run_ranks(1, _narrow, 1, "deepseek_v3", 1)
+    for found, got in run_ranks(2, _narrow, 2, "deepseek_v3", 1):
+        assert abs(found - loss) < 1e-5 * loss
+        assert_same_gradients(got, want, tol=1e-5)

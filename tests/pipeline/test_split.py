@@ -117,7 +117,7 @@ def test_what_is_left_of_a_model_does_not_run_as_if_it_were_whole():
     model = tiny_model("llama")
     decoder, cut = find_decoder(model), Cut((2, 2), (0, 1))
     keep_stages(model, decoder, cut, 0)
-    _refuse_whole(model)
+    _refuse_whole(model, "run.step")
     view = view_of(model, decoder, cut, 0)
     ids = torch.ones(1, 4, dtype=torch.long)
     assert view({"input_ids": ids}, None).shape == (1, 4, 64)
