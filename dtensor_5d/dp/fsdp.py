@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_5d.dp.unused import zeros_for_unused
 from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.plan.patterns import matches, specificity
 from dtensor_5d.precision import split_fp32
@@ -189,6 +190,10 @@ class DataParallel:
         if is_last or not self._once:
             self._root.set_requires_all_reduce(is_last)
         self._root.set_reshard_after_backward(is_last or not self._keep)
+        if is_last and self._once:
+            for module in self._units:
+                for group in fully_shard.state(module)._fsdp_param_groups:
+                    zeros_for_unused(group)
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtensor_5d.dp.fsdp import DataParallel
+from dtensor_5d.dp.unused import zeros_for_unused
 
 __all__ = ["StagedData"]
 
@@ -163,6 +164,7 @@ class _Unit:
         group = self.group
         group.reduce_grads, group.all_reduce_grads, resharding = True, last, group.reshard_after_backward
         group.reshard_after_backward = False
+        zeros_for_unused(group)
         try:
             group.post_backward()
         finally:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from dtensor_5d.dp.fsdp import units_of
 from tests.families.tiny import VOCAB, tiny_model
-from tests.harness import run_ranks
+from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import Case, check_parity, rows
 from tests.traces import Trace
 
@@ -224,3 +224,16 @@ def test_routers_with_parameters_inside_and_beside_them_train_in_bf16(family):
     """ernie: a correction inside the router; afmoe: a frozen one beside experts of another dtype, kept whole."""
     for loss, want, norm in run_ranks(2, _routers, family):
         assert abs(loss - want) < 0.02 * want and norm > 0
+
+
+def _unused(rank, grad_reduce):
+    """deepseek_v32 has indexers that no gradient reaches."""
+    run = _run("deepseek_v32", precision="bf16", grad_reduce=grad_reduce, microbatches=2)
+    return run.step(rows(0, 4, 8, VOCAB)).item(), run.full_gradients()
+
+
+def test_parameters_without_gradients_in_bf16_with_one_reduction_for_a_window():
+    (loss, want), *_ = run_ranks(2, _unused, "microbatch")
+    for found, got in run_ranks(2, _unused, "window"):
+        assert abs(found - loss) < 1e-5 * loss
+        assert_same_gradients(got, want, tol=1e-5)
