@@ -455,7 +455,7 @@ def _wrong_on_one(rank):
         (_no_decoder, "no input embedding"),
         (_no_layers, "decoder layer"),
         (_world_mismatch, "multiply to 3.*world size 2"),
-        (_wrong_on_one, "auxiliary router loss"),
+        (_wrong_on_one, "auxiliary loss of its routers"),
         (_no_head, "without a head"),
         (_half, "loss scaling"),
         (_all_frozen, "all frozen"),
