@@ -7,6 +7,7 @@ never the test run.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -142,6 +143,10 @@ def _serve(connection: Connection, rank: int) -> None:
             # DTensor remembers meshes and hands out an old, equal one, whose groups are gone by now.
             _clear_sharding_prop_cache()
             data = pickle.dumps(message)
+            # A model and its hooks refer to one another; until they are collected their groups keep their threads.
+            # What is left then are modules, which need not be looked through again.
+            gc.collect()
+            gc.freeze()
         except BaseException as error:
             data = pickle.dumps(("error", RuntimeError(f"after the trial: {error!r}"), traceback.format_exc()))
         connection.send_bytes(data)
