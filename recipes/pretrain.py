@@ -7,8 +7,8 @@
 
 On 8 ranks the axes are pp 2 x cp 2 x tp 2 with ep 2 folded in and the schedule ZBV, unless degrees are given; on other
 numbers all ranks are the data axis. Without --text it reads the sources of the installed Python standard library.
-Tokens are bytes, so losses are in nats per byte. It takes two to five minutes on two CPU cores; with a GPU for each
-rank it uses them.
+Tokens are bytes, so losses are in nats per byte. On 4 ranks it takes about two minutes on two CPU cores; with a GPU for
+each rank it uses them.
 """
 
 from __future__ import annotations
