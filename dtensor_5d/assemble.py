@@ -236,7 +236,7 @@ def _checked(model: nn.Module, plan: Plan, mesh: Mesh) -> Decoder:
         decoder = find_decoder(model)
     except PlanError as error:
         raise PlanError([*bad, *error.violations]) from None
-    bad += auxiliary_violations(model, decoder, mesh.degrees)
+    bad += auxiliary_violations(model, decoder)
     if decoder.head is None:
         asked, needs = f"{type(model).__name__} without a head", "1 projection to the vocabulary is required"
         bad.append(Violation(asked, needs, "build it with AutoModelForCausalLM"))

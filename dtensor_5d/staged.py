@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.auxiliary import StagedAuxiliary
 from dtensor_5d.batch import MicroBatch
 from dtensor_5d.dp.stages import StagedData
 from dtensor_5d.engine import Loop, Surrounding, TrainResult
@@ -23,6 +24,7 @@ from dtensor_5d.pipeline.runtime import Record, Runtime, forwards_only, without_
 from dtensor_5d.pipeline.split import StageView
 from dtensor_5d.pipeline.stage import Forward, Stage
 from dtensor_5d.pipeline.staging import Staging
+from dtensor_5d.pipeline.tallies import Tallies
 from dtensor_5d.pipeline.ties import summed_ties
 from dtensor_5d.pipeline.timeline import measured_costs, measured_timeline
 from dtensor_5d.pipeline.transport import Transport
@@ -64,6 +66,8 @@ class Pipeline(Loop):
         self._lowered: dict[int, Schedule] = {}
         self._costs: Costs | None = None
         self._ran: tuple[Schedule, list[Record]] | None = None
+        self._auxiliary: StagedAuxiliary | None = None  # of the window that runs
+        self._beside = Transport(staging.group, torch.device("cpu"))
 
     def train(self, window: Sequence[MicroBatch], number: int, tokens: int, loss: LossFunction | None) -> TrainResult:
         if not self.staging.trained:
@@ -77,9 +81,13 @@ class Pipeline(Loop):
         if self.routers is not None:
             self.routers.new_window()
         schedule = self.schedule_for(len(window))
+        self._auxiliary = auxiliary = self._auxiliary_of(schedule, tokens)
         runtime = self._runtime(window, number, last)
-        with self._window():
-            results = runtime.run(schedule)
+        try:
+            with self._window(), nullcontext() if auxiliary is None else auxiliary.tallies.window():
+                results = runtime.run(schedule)
+        finally:
+            self._auxiliary = None
         self._ran = schedule, runtime.records
         if self.options.schedule == "zb-auto" and self._costs is None:
             # All ranks of the job must make the same schedule of it, or their reductions would not meet.
@@ -88,6 +96,8 @@ class Pipeline(Loop):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in sorted(results):
             total += results[micro]
+        if auxiliary is not None:
+            total += auxiliary.share
         return TrainResult(total, problems[0] if problems else None)
 
     def loss_sum(self, window: Sequence[MicroBatch]) -> Tensor:
@@ -152,11 +162,24 @@ class Pipeline(Loop):
             with self.streams.of(number, at, view.number), self._watched_by_routers(micro):
                 if view.number + 1 < self.staging.cut.stages:
                     out: Tensor = view(self.runnable(micro), received)
-                    return out
-                with view.receiving(received):
-                    return last(micro)
+                else:
+                    with view.receiving(received):
+                        out = last(micro)
+            if self._auxiliary is not None:
+                self._auxiliary.after_forward(view.number, at)
+            return out
 
         return forward
+
+    def _auxiliary_of(self, schedule: Schedule, tokens: int) -> StagedAuxiliary | None:
+        routers, cut = self.routers, self.staging.cut
+        if routers is None or routers.coefficient is None or not tokens:
+            return None  # no supervised token anywhere: no loss at all
+        owners = {cut.owner(self.decoder, name) for name in self.decoder.routers}
+        tells = [stage in owners for stage in range(cut.stages)]
+        return StagedAuxiliary(
+            routers, Tallies(self._beside, schedule, self.staging.rank, tells, routers.width), self.device
+        )
 
     @contextmanager
     def _watched_by_routers(self, micro: MicroBatch) -> Iterator[None]:
@@ -165,6 +188,10 @@ class Pipeline(Loop):
             return
         with self.routers.micro_batch(micro.counted(self.multiple)):
             yield
+
+    def beside(self, stage: int, micro: int) -> Tensor | None:
+        """What a stage goes backward from in I, beside its output."""
+        return None if self._auxiliary is None else self._auxiliary.summand(stage, micro)
 
     def _shape(self, micro: MicroBatch) -> tuple[int, ...]:
         rows, length = self.runnable(micro)["input_ids"].shape
@@ -215,8 +242,9 @@ class _Surrounded:
             return self.stage.forward(micro, received)
 
     def backward_input(self, micro: int, gradient: Tensor | None) -> Tensor | None:
+        beside = self.engine.beside(self.stage.number, micro)
         with self.engine.around(self.window[micro]):
-            found = self.stage.backward_input(micro, gradient)
+            found = self.stage.backward_input(micro, gradient, beside)
         self.engine.staged.keep(self.stage.number)
         return found
 

@@ -104,7 +104,7 @@ def auxiliary_coefficient(model: nn.Module) -> float | None:
     return float(getattr(config, "router_aux_loss_coef", 0.0))
 
 
-def auxiliary_violations(model: nn.Module, decoder: Decoder, degrees: Degrees) -> list[Violation]:
+def auxiliary_violations(model: nn.Module, decoder: Decoder) -> list[Violation]:
     """Why the auxiliary loss that the config asks for cannot be had."""
     if auxiliary_coefficient(model) is None:
         return []
@@ -116,9 +116,6 @@ def auxiliary_violations(model: nn.Module, decoder: Decoder, degrees: Degrees) -
     elif len(decoder.routers) != len(decoder.experts) or not decoder.routers:
         needs = f"each of {len(decoder.experts)} experts modules needs a router beside it, {len(decoder.routers)} have"
         bad.append(Violation(asked, needs, change))
-    if degrees.pp > 1:
-        needs = "it is a product of sums over all layers, which no stage of pp has"
-        bad.append(Violation(f"{asked} with pp={degrees.pp}", needs, f"use pp=1, or {change}"))
     return bad
 
 

@@ -9,6 +9,7 @@ Letters: T tokens, K choices, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from dtensor_5d.ops import all_reduce_identity
 from dtensor_5d.ops.exchange import total
 
-__all__ = ["expert_load", "load_balancing_loss", "update_bias"]
+__all__ = ["Tally", "balancing_loss", "expert_load", "load_balancing_loss", "tally", "update_bias"]
 
 
 def expert_load(index: Tensor, experts: int, counts: Tensor | None = None) -> Tensor:
@@ -71,6 +72,27 @@ def load_balancing_loss(
     to (6), in the form of transformers' `load_balancing_loss_func`, which one process would compute. No token anywhere:
     0.
     """
+    own = tally(logits, top_k, groups=groups, mask=mask)
+    return balancing_loss(own, own.counts)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What some layers' routers did with one micro-batch of all data ranks.
+
+    counts [E + 1] fp64, without a graph: how often each expert was chosen, and of how many tokens and layers. Those of
+    other layers add up with them. shares [E]: the summed probability of each expert, with the graph of this rank's own
+    tokens.
+    """
+
+    counts: Tensor
+    shares: Tensor
+
+
+def tally(
+    logits: Sequence[Tensor], top_k: int, *, groups: Sequence[dist.ProcessGroup] = (), mask: Tensor | None = None
+) -> Tally:
+    """Counts for `balancing_loss`; arguments as of `load_balancing_loss`. Collective over `groups`."""
     chosen: list[Tensor] = []
     shares: list[Tensor] = []
     weight = None if mask is None else mask.reshape(-1).to(torch.float32)
@@ -82,10 +104,15 @@ def load_balancing_loss(
         chosen.append(picked.sum(0))
         shares.append(probability.sum(0))
     rows = weight.sum() if weight is not None else logits[0].new_tensor(float(logits[0].size(0)), dtype=torch.float32)
-    sums = torch.stack([torch.stack(chosen).sum(0).detach(), torch.stack(shares).sum(0)])
-    count = rows.detach() * len(logits)
+    counts = torch.cat([torch.stack(chosen).sum(0), (rows * len(logits)).reshape(1)]).detach().double()
+    share = torch.stack(shares).sum(0)
     for group in groups:
-        sums = all_reduce_identity(sums, group)
-        count = total(count.reshape(1), group)[0]
-    fraction, probability = (sums / count.clamp_min(1.0)).unbind()
-    return logits[0].size(1) * (fraction * probability).sum()
+        counts, share = total(counts, group), all_reduce_identity(share, group)
+    return Tally(counts, share)
+
+
+def balancing_loss(own: Tally, counts: Tensor) -> Tensor:
+    """The part of the auxiliary loss that the layers of `own` have, of all layers that `counts` counts; 0-dim."""
+    fraction, count = counts[:-1], counts[-1].clamp_min(1.0)
+    mean = (fraction / count).to(own.shares.dtype)
+    return fraction.numel() * (mean * own.shares / count.to(own.shares.dtype)).sum()

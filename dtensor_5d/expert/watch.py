@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dtensor_5d.checkpoint.gather import whole
 from dtensor_5d.checkpoint.template import fill, named_tensors
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.expert.balance import expert_load, load_balancing_loss, update_bias
+from dtensor_5d.expert.balance import Tally, balancing_loss, expert_load, tally, update_bias
 from dtensor_5d.ops.exchange import own_part, total
 
 __all__ = ["Auxiliary", "RouterWatch"]
@@ -30,7 +30,7 @@ _BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """The auxiliary loss of a micro-batch of all data ranks, times its coefficient.
+    """The auxiliary loss of a micro-batch of all data ranks, times its coefficient; on a stage the part of its layers.
 
     summand: whose gradients the ranks sum up. share: this rank's part of its value, for the reported loss.
     """
@@ -74,6 +74,11 @@ class RouterWatch:
         for name in routers if coefficient is not None else ():
             model.get_submodule(name).register_forward_hook(self._note_logits)
 
+    @property
+    def width(self) -> int:
+        """How many numbers a tally has; 0 without experts."""
+        return max(self._sizes.values(), default=-1) + 1
+
     def new_window(self) -> None:
         """From here on `load` counts anew."""
         self._window = {}
@@ -90,11 +95,21 @@ class RouterWatch:
 
     def auxiliary(self) -> Auxiliary | None:
         """The auxiliary loss of the micro-batch that was watched last. Collective; None where none is asked for."""
+        own = self.tally()
+        return None if own is None else self.part_of(own, own.counts)
+
+    def tally(self) -> Tally | None:
+        """What the routers here did with the micro-batch that was watched last. Collective over the data ranks; None
+        where no auxiliary loss is asked for, or no router is here."""
         logits, self._logits = self._logits, []
         if self.coefficient is None or not logits:
             return None
-        loss = load_balancing_loss([x for x, _ in logits], logits[0][1], groups=self._groups, mask=self._mask)
-        loss = loss * self.coefficient
+        return tally([x for x, _ in logits], logits[0][1], groups=self._groups, mask=self._mask)
+
+    def part_of(self, own: Tally, counts: Tensor) -> Auxiliary:
+        """The part that these layers have in the auxiliary loss of all layers, which `counts` counts."""
+        assert self.coefficient is not None
+        loss = balancing_loss(own, counts) * self.coefficient
         return Auxiliary(loss / self._copies, loss.detach() / self._data.size())
 
     def load(self) -> dict[str, Tensor]:

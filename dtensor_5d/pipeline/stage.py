@@ -51,14 +51,22 @@ class Stage:
             self._graphs[micro] = _Graph(received, out)
         return out.detach()
 
-    def backward_input(self, micro: int, gradient: Tensor | None) -> Tensor | None:
-        """I: the gradient of what was received; None on the first stage, or where nothing before is trained."""
+    def backward_input(self, micro: int, gradient: Tensor | None, beside: Tensor | None = None) -> Tensor | None:
+        """I: the gradient of what was received; None on the first stage, or where nothing before is trained.
+
+        beside: a 0-dim loss of the same graph that does not go through the output (the routers' own).
+        """
         graph = self._graphs.pop(micro)
+        roots: list[tuple[Tensor, Tensor | None]] = []
         # Hidden states without a gradient: nobody trains what made them, though inputs may have been asked for one
         # (enable_input_require_grads). A 0-dim loss needs none.
         if graph.out.requires_grad and (gradient is not None or graph.out.dim() == 0):
+            roots.append((graph.out, gradient))
+        if beside is not None and beside.requires_grad:
+            roots.append((beside, None))
+        if roots:
             with self._store.deferring((self.number, micro)):
-                torch.autograd.backward(graph.out, gradient)
+                torch.autograd.backward(*zip(*roots))
         if graph.received is None or not self._sends_gradient:
             return None
         found = graph.received.grad

@@ -63,6 +63,10 @@ class PipelineParallel(ParallelStyle):
         if degrees.pp == 1:
             asked, needs = "PipelineParallel on a mesh of 1 rank", "stages need at least 2"
             raise PlanError(Violation(asked, needs, "leave it out"))
+        if getattr(module.config, "output_router_logits", False):  # type: ignore[union-attr]
+            asked, needs = "PipelineParallel with output_router_logits=True", "the auxiliary loss spans all stages"
+            change = "use dtensor_5d.parallelize, or set config.output_router_logits = False"
+            raise PlanError(Violation(asked, needs, change))
         bad = built_violations(degrees, self.options) + pipeline_violations(module, decoder, degrees, self.options)
         if bad:
             raise PlanError(bad)

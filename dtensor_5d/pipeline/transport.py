@@ -31,7 +31,8 @@ class PipelineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Message:
-    """What goes from one stage to the next (kind "F") or back (kind "B"), named by the stage that reads it.
+    """What goes from one stage to the next (kind "F") or back (kind "B"), named by the stage that reads it; or what a
+    stage has counted (kind "C"), named by the one that tells.
 
     peer: the other rank of the pipeline axis. shape, dtype: known from the batch on both ends. window: its number, so
     that no message of a window that failed is taken for one of the next.
@@ -47,16 +48,16 @@ class Message:
 
     @property
     def tag(self) -> int:
-        """31 bits: window, micro-batch, stage, direction."""
-        return (self.window % 8 << 28) | (self.micro << 13) | (self.stage << 1) | (self.kind == "B")
+        """31 bits: window, micro-batch, stage, kind."""
+        return (self.window % 8 << 28) | (self.micro << 13) | (self.stage << 2) | "FBC".index(self.kind)
 
     @property
     def lane(self) -> tuple[int, str]:
         return self.peer, self.kind
 
     def __str__(self) -> str:
-        what = "the hidden states" if self.kind == "F" else "the gradient"
-        return f"{what} of micro-batch {self.micro} for stage {self.stage}"
+        what = {"F": "the hidden states", "B": "the gradient", "C": "the counts"}[self.kind]
+        return f"{what} of micro-batch {self.micro} {'from' if self.kind == 'C' else 'for'} stage {self.stage}"
 
 
 class Transport:

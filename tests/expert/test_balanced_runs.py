@@ -79,6 +79,44 @@ def test_auxiliary_loss_is_that_of_one_process(degrees, options, micro, batches)
     run_ranks(degrees.world_size, _auxiliary, case, micro)
 
 
+STAGED = [
+    (Degrees(pp=2), {"schedule": "1f1b"}, 2, padded_rows, {}),
+    (Degrees(pp=2), {"schedule": "zbv"}, 4, four_rows, {"num_hidden_layers": 4}),
+    (Degrees(pp=2, dp_shard=2, ep=2), {"schedule": "zb-h1", "recompute": "block"}, 4, padded_rows, {}),
+    # A stage without routers, between which and the first one nothing is told.
+    (Degrees(pp=3), {"schedule": "1f1b"}, 3, four_rows, {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+]
+STAGED_TAIL = [
+    (Degrees(pp=2, tp=2), {"schedule": "zbv"}, 2, padded_rows, {"num_hidden_layers": 4}),
+    (Degrees(pp=2, tp=2, ep=2), {"schedule": "1f1b", "sequence_parallel": False}, 2, four_rows, {}),
+    (Degrees(pp=2, cp=2, ep=2), {"schedule": "zb-h1"}, 2, padded_rows, {}),
+    (Degrees(pp=4), {"schedule": "interleaved", "chunks": 2}, 4, four_rows, {"num_hidden_layers": 8}),
+    (Degrees(pp=2, dp_shard=2), {"schedule": "gpipe", "zero": 1}, 4, four_rows, {}),
+    (Degrees(pp=2, cp=2, tp=2, ep=2), {"schedule": "zbv", "recompute": "selective"}, 2, padded_rows,
+     {"num_hidden_layers": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("degrees", "options", "micro", "batches", "model"), STAGED)
+def test_auxiliary_loss_over_stages_is_that_of_one_process(degrees, options, micro, batches, model):
+    case = Case("qwen3_moe", degrees, options, AUXILIARY | model, batches=batches)
+    run_ranks(degrees.world_size, _auxiliary, case, micro)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("degrees", "options", "micro", "batches", "model"), STAGED_TAIL)
+def test_auxiliary_loss_over_stages_and_other_axes(degrees, options, micro, batches, model):
+    test_auxiliary_loss_over_stages_is_that_of_one_process(degrees, options, micro, batches, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe"])
+def test_auxiliary_loss_over_stages_of_other_families(family):
+    batches = four_rows if family == "phimoe" else padded_rows
+    case = Case(family, Degrees(pp=2), {"schedule": "zb-h1"}, AUXILIARY, batches=batches)
+    run_ranks(2, _auxiliary, case, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",

@@ -170,3 +170,14 @@ def test_a_stage_of_dense_layers_has_no_bias_to_update():
     assert want and not dense and set(sparse) == set(want)
     assert all(torch.equal(sparse[n], b) and b.any() for n, b in want.items())
     run_ranks(2, _biases, 2, "qwen3_moe")
+
+
+def _with_routers_loss(rank):
+    model = tiny_model("qwen3_moe")
+    model.config.output_router_logits = True
+    with pytest.raises(PlanError, match="the auxiliary loss spans all stages"):
+        _cut(model)
+
+
+def test_a_model_with_an_auxiliary_loss_is_sent_to_parallelize():
+    run_ranks(2, _with_routers_loss)
