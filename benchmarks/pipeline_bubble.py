@@ -164,7 +164,7 @@ def middle_stage(policy: str, ids: torch.Tensor, *, waits: bool):
     return model, view, Stage(1, forward, store, sends_gradient=True)
 
 
-def interleaved(runs: dict[str, Callable[[], None]], repeats: int = 9) -> dict[str, float]:
+def interleaved(runs: dict[str, Callable[[], None]], repeats: int = 21) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for turn in range(repeats + 1):
         for name, run in runs.items():

@@ -36,9 +36,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """y[t] = x[t] @ weight[e(t)]; x [T, I], weight [E, I, O] -> [T, O]; rows past ends[-1] are zero."""
     x = x.to(weight.dtype) if x.dtype != weight.dtype else x
     if kernel_takes(x, weight) and weight.size(2) * weight.element_size() % 16 == 0:
-        y = F.grouped_mm(x, weight, offs=ends)
-        unused = torch.arange(x.size(0), device=x.device) >= ends[-1]
-        return y.masked_fill(unused.unsqueeze(1), 0)
+        return _cleared(F.grouped_mm(x, weight, offs=ends), ends)
     return grouped_product_by_loop(x, weight, ends)
 
 
@@ -48,6 +46,15 @@ def grouped_weight_gradient(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     if kernel_takes(x, g):
         return F.grouped_mm(x.transpose(0, 1), g, offs=ends)
     return grouped_weight_gradient_by_loop(x, g, ends)
+
+
+def _cleared(y: Tensor, ends: Tensor) -> Tensor:
+    """y with zeros past ends[-1], in place: a copy costs as much as a quarter of a product of narrow experts."""
+    if y.device.type == "cpu":
+        y[int(ends[-1]) :].zero_()
+        return y
+    unused = torch.arange(y.size(0), device=y.device) >= ends[-1]  # the host does not wait for the device
+    return y.masked_fill_(unused.unsqueeze(1), 0)
 
 
 def grouped_product_by_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtensor_5d.pipeline.transport import Message, Transport
+from dtensor_5d.pipeline.transport import Arrival, Message, Transport
 from dtensor_5d.schedule import Action, Schedule
 
 __all__ = ["Parameters", "Record", "Runtime", "StageActions", "Unsharded", "forwards_only", "without_idle_gathers"]
@@ -64,6 +64,14 @@ class Record:
     end: float
 
 
+class _Here(dict[tuple[str, int, int], Tensor | Arrival]):
+    """By kind, reading stage and micro-batch: what is to be read or sent next, or is on its way."""
+
+    def take(self, kind: str, stage: int, micro: int) -> Tensor:
+        found = self.pop((kind, stage, micro))
+        return found.wait() if isinstance(found, Arrival) else found
+
+
 @dataclass
 class Runtime:
     """One rank of a pipeline. rank: on the pipeline axis. stages: those of this rank, by number.
@@ -89,7 +97,7 @@ class Runtime:
         row = [a for a in schedule.table[self.rank] if not self._is_void(schedule, a)]
         last = {a.stage: i for i, a in enumerate(row) if a.kind == "REDUCE_GRAD"}
         results: dict[int, Tensor] = {}
-        here: dict[tuple[str, int, int], Tensor] = {}
+        here = _Here()
         self.records.clear()
         zero = perf_counter()
         with self.transport.window([self._message(schedule, a) for a in row if a.kind.startswith("RECV")]):
@@ -103,36 +111,43 @@ class Runtime:
                     self.parameters.reduce(stage, last[stage] == at)
                 elif kind.startswith("RECV"):
                     assert micro is not None
+                    # Its place is that of one order for both ends; waiting here would hold up what it is not for.
                     here[kind[-1], stage, micro] = self.transport.receive(self._message(schedule, action))
                 elif kind.startswith("SEND"):
                     message = self._message(schedule, action)
-                    self.transport.send(message, here.pop((message.kind, message.stage, message.micro)))
+                    self.transport.send(message, here.take(message.kind, message.stage, message.micro))
                 else:
                     assert micro is not None
+                    read = self._read(schedule, action, micro, here)
                     start = perf_counter()
-                    self._compute(schedule, action, micro, here, results)
+                    self._compute(schedule, action, micro, read, here, results)
                     self.records.append(Record(action, start - zero, perf_counter() - zero))
         assert not here, list(here)
         return results
 
+    def _read(self, schedule: Schedule, action: Action, micro: int, here: _Here) -> Tensor | None:
+        """What an action reads, waited for: hidden states (F), a gradient (I); None where it needs none."""
+        stage = action.stage
+        if action.kind == "F":
+            return here.take("F", stage, micro) if schedule.before(stage) is not None else None
+        after = schedule.after(stage)
+        wanted = action.kind == "I" and after is not None and self.sends_gradient[after]
+        return here.take("B", stage, micro) if wanted else None
+
     def _compute(
-        self, schedule: Schedule, action: Action, micro: int, here: dict[tuple[str, int, int], Tensor],
+        self, schedule: Schedule, action: Action, micro: int, read: Tensor | None, here: _Here,
         results: dict[int, Tensor],
     ) -> None:  # fmt: skip
-        """`here`: by kind, reading stage and micro-batch, what was received or is to be read or sent next."""
         number, kind = action.stage, action.kind
         stage, before, after = self.stages[number], schedule.before(number), schedule.after(number)
         if kind == "F":
-            received = here.pop(("F", number, micro)) if before is not None else None
-            out = stage.forward(micro, received)
+            out = stage.forward(micro, read)
             if after is None:
                 results[micro] = out
             else:
                 here["F", after, micro] = out
         elif kind == "I":
-            wanted = after is not None and self.sends_gradient[after]
-            gradient = here.pop(("B", number, micro)) if wanted else None
-            found = stage.backward_input(micro, gradient)
+            found = stage.backward_input(micro, read)
             if before is not None and self.sends_gradient[number]:
                 assert found is not None
                 here["B", before, micro] = found

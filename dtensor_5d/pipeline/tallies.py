@@ -57,7 +57,7 @@ class Tallies:
         for stage in self._stages:
             while (stage, micro) not in self._told:
                 message = self._coming[self._rank_of[stage]].popleft()
-                self._told[message.stage, message.micro] = self._transport.receive(message)
+                self._told[message.stage, message.micro] = self._transport.receive(message).wait()
         return torch.stack([self._told[stage, micro] for stage in self._stages]).sum(0)
 
     def _message(self, stage: int, micro: int | None, peer: int) -> Message:

@@ -1,7 +1,8 @@
 """Hidden states and their gradients between the ranks of a pipeline, without one message waiting behind another.
 
-gloo    receives are posted `AHEAD` of their use; each lane (peer and direction) has a thread that sends, since a send
-        keeps its caller until the bytes are on their way. Messages carry tags, so lanes never mix.
+gloo    receives are posted `AHEAD` of their use and waited for where what they bring is read; each lane (peer and
+        direction) has a thread that sends, since a send keeps its caller until the bytes are on their way. Messages
+        carry tags, so lanes never mix.
 others  sends and receives are posted at their place in the lowered schedule, which is one order for both ends: one
         stream for both directions cannot deadlock then (contract C7).
 """
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Message", "PipelineError", "Transport"]
+__all__ = ["Arrival", "Message", "PipelineError", "Transport"]
 
 _AHEAD = 2
 
@@ -107,12 +108,16 @@ class Transport:
         elif tensor.numel():
             self._sent.append((dist.isend(tensor, group=self._group, group_dst=message.peer), tensor))
 
-    def receive(self, message: Message) -> Tensor:
-        """The tensor of an expected message, waited for. Errors: `PipelineError`."""
+    def receive(self, message: Message) -> Arrival:
+        """An expected message, to be waited for where it is read. Errors: `PipelineError`, from either."""
         if not self._tagged:
             self._post(message)
-        else:
-            assert message in self._posted, (message, list(self._posted))
+        return Arrival(self, message)
+
+    def taken(self, message: Message) -> Tensor:
+        """The tensor of a message that was received, waited for."""
+        while message not in self._posted and self._expected[message.lane]:  # read before others of its lane
+            self._post_next(message.lane)
         buffer, work = self._posted.pop(message)
         if work is not None:
             try:
@@ -154,6 +159,18 @@ class Transport:
         self._lanes.clear()
         self._posted.clear()
         self._sent.clear()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message on its way."""
+
+    transport: Transport
+    message: Message
+
+    def wait(self) -> Tensor:
+        """Its tensor. Errors: `PipelineError`."""
+        return self.transport.taken(self.message)
 
 
 class _Lane:
