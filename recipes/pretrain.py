@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", help="a file or a folder; default: the Python standard library")
     add("--out", default="out/pretrain", help="the Hugging Face folder to write (default %(default)s)")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, help="default: 300, and 200 where 8 ranks share the axes")
     add("--rows", type=int, default=16, help="sequences in a global batch")
     add("--sequence", type=int, default=128, help="bytes in a sequence")
     add("--hidden", type=int, default=128, help="model size, a multiple of 64")
@@ -76,6 +76,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--hidden {args.hidden}: must be a multiple of 64 (two heads of 32 for each key and value head)")
     if args.experts is None:
         args.experts = 8 if args.ep > 1 else 0
+    if args.steps is None:
+        args.steps = 200 if five == 2 else 300
     if args.microbatches is None:
         args.microbatches = 2 * args.pp if args.pp > 1 else 1
     if args.steps < 1:

@@ -1,8 +1,8 @@
 """Rows of the collection of field faults whose axes are all among DP, GA, FSDP, loss, clip, init, mesh and data.
 
 Each test names its row. Rows that are proved elsewhere: L14, L16, L21 in tests/test_run.py; L17 in tests/test_batch.py;
-N1, N2 in tests/dp/test_grads.py; K1, K12, M6, M7 in tests/loader; K10, K11, K13, I1, I3 in tests/checkpoint; M1, M2 in
-tests/test_mesh.py.
+N1, N2, N4 in tests/dp/test_grads.py, test_fsdp.py and tests/context/test_parity.py; K1, K12, M6, M7 in tests/loader;
+K10, K11, K13, I1, I3 in tests/checkpoint; M1, M2 in tests/test_mesh.py.
 """
 
 from __future__ import annotations
@@ -172,20 +172,21 @@ def _freeze_every_second(model):
         p.requires_grad_(i % 2 == 0)
 
 
-def _frozen(rank, prepare, zero):
-    run = _run(Degrees(dp_shard=2), prepare=prepare, zero=zero)
+def _frozen(rank, prepare, zero, recompute):
+    run = _run(Degrees(dp_shard=2), prepare=prepare, zero=zero, recompute=recompute)
     run.step(rows(rank, 2, 8, VOCAB))
     grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in run.named_parameters()}
     resident = [n for n, p in run.named_parameters() if not isinstance(p, DTensor)]
     return grads, resident, run.grad_norm().item()
 
 
-@pytest.mark.parametrize("zero", [3, 1])
+@pytest.mark.parametrize(("zero", "recompute"), [(3, "none"), (1, "none"), (3, "block")])
 @pytest.mark.parametrize("prepare", [_freeze_all_but_head, _freeze_every_second])
-def test_f5_frozen_parameters_have_no_gradient_and_are_freed(prepare, zero):
+def test_f5_f15_frozen_parameters_have_no_gradient_and_are_freed(prepare, zero, recompute):
+    """F15: recomputation needs them again after they were freed."""
     _, want = _alone([rows(rank, 2, 8, VOCAB) for rank in range(2)], prepare=prepare)
     norm = torch.cat([g.flatten() for g in want.values() if g is not None]).norm().item()
-    for grads, resident, got_norm in run_ranks(2, _frozen, prepare, zero):
+    for grads, resident, got_norm in run_ranks(2, _frozen, prepare, zero, recompute):
         assert {n for n, g in grads.items() if g is None} == {n for n, g in want.items() if g is None}
         assert_same_gradients(grads, want, tol=1e-5)
         assert not resident, "whole parameters stayed after backward"

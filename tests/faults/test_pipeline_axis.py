@@ -3,8 +3,8 @@
 Rows that are proved elsewhere: P3, P7, P10, P15, P17, P18, P20, P21, P22, P23, P28, F8, I2, L21 by
 tests/pipeline/test_run.py; P11, P21, Q11 by tests/pipeline/test_split.py; P19, P24 by tests/pipeline/test_parity.py; P8
 by tests/schedule/test_check.py (every schedule is simulated with unbuffered sends); P27, Q9, Q10 by tests/schedule;
-F17, Q3, Q5 by tests/planner/test_pipeline_memory.py. K7: optimizer states are not in a Hugging Face folder. E10: an
-auxiliary router loss is refused by name (tests/test_run.py).
+F17, Q3, Q5 by tests/planner/test_pipeline_memory.py. K7: optimizer states are not in a Hugging Face folder. E10 by
+tests/expert/test_balanced_runs.py.
 """
 
 from __future__ import annotations
