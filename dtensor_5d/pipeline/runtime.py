@@ -100,7 +100,10 @@ class Runtime:
         here = _Here()
         self.records.clear()
         zero = perf_counter()
-        with self.transport.window([self._message(schedule, a) for a in row if a.kind.startswith("RECV")]):
+        coming, leaving = (
+            [self._message(schedule, a) for a in row if a.kind.startswith(kind)] for kind in ("RECV", "SEND")
+        )
+        with self.transport.window(coming, leaving):
             for at, action in enumerate(row):
                 stage, kind, micro, _ = action
                 if kind == "UNSHARD":

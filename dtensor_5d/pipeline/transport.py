@@ -74,8 +74,11 @@ class Transport:
         self.windows = 0
 
     @contextmanager
-    def window(self, expected: Iterable[Message]) -> Iterator[None]:
-        """Around the actions of a window; `expected`: all that will be received, in order. Waits for all sends."""
+    def window(self, expected: Iterable[Message], leaving: Iterable[Message] = ()) -> Iterator[None]:
+        """Around the actions of a window; `expected`: all that will be received, in order. Waits for all sends.
+
+        leaving: what will be sent. Threads for it start here, not on the way of the first message of each rank.
+        """
         self._expected = {}
         for message in expected:
             self._expected.setdefault(message.lane, deque()).append(message)
@@ -84,6 +87,8 @@ class Transport:
                 for lane in self._expected:
                     for _ in range(_AHEAD):
                         self._post_next(lane)
+                for message in leaving:
+                    self._lane(message)
             yield
         except BaseException:
             self._abandon()
@@ -101,10 +106,7 @@ class Transport:
             )
         tensor = tensor.contiguous()
         if self._tagged:
-            lane = self._lanes.get(message.lane)
-            if lane is None:
-                lane = self._lanes[message.lane] = _Lane(self._group)
-            lane.put(message, tensor)
+            self._lane(message).put(message, tensor)
         elif tensor.numel():
             self._sent.append((dist.isend(tensor, group=self._group, group_dst=message.peer), tensor))
 
@@ -127,6 +129,11 @@ class Transport:
         if self._tagged:
             self._post_next(message.lane)
         return buffer
+
+    def _lane(self, message: Message) -> _Lane:
+        if message.lane not in self._lanes:
+            self._lanes[message.lane] = _Lane(self._group)
+        return self._lanes[message.lane]
 
     def _post_next(self, lane: tuple[int, str]) -> None:
         if self._expected[lane]:
