@@ -14,9 +14,8 @@ from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.batch import MicroBatch
 from dtensor_5d.chunked import loss_sum, pending_logits, tokens_at_a_time
 from dtensor_5d.dp.fsdp import DataParallel
-from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.watch import RouterWatch
-from dtensor_5d.loss import LossFunction, nothing
+from dtensor_5d.loss import LossFunction, nothing, own_loss_sum
 from dtensor_5d.random import RandomStreams
 from dtensor_5d.tensor.state import TensorState
 
@@ -145,16 +144,7 @@ class Loop:
         logits = self._forward(micro)
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
-        try:
-            value = loss(logits, micro.labels)
-            if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
-                asked = f"a loss function that returned {value!r}"
-                needs = "must return a 0-dim tensor that depends on the logits"
-                raise PlanError(Violation(asked, needs, "return the sum over supervised tokens"))
-            return value / tokens
-        except Exception as problem:
-            problems.append(problem)
-            return nothing(logits)
+        return own_loss_sum(loss, logits, micro.labels, problems) / tokens
 
     def _cross_entropy(self, micro: MicroBatch) -> torch.Tensor:
         """The sum over supervised tokens, chunk by chunk where there are many, over the rank's own columns under tp."""

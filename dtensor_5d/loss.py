@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["IGNORE", "LossFunction", "nothing", "token_loss_sum"]
+from dtensor_5d.errors import PlanError, Violation
+
+__all__ = ["IGNORE", "LossFunction", "nothing", "own_loss_sum", "token_loss_sum"]
 
 IGNORE = -100  # the label of a position that is not supervised (Hugging Face convention)
 
@@ -31,6 +33,25 @@ def nothing(logits: torch.Tensor) -> torch.Tensor:
     Selected and not multiplied: 0 x infinity would be NaN.
     """
     return logits.masked_fill(torch.ones((), dtype=torch.bool, device=logits.device), 0.0).sum()
+
+
+def own_loss_sum(
+    loss: LossFunction, logits: torch.Tensor, labels: torch.Tensor, problems: list[Exception]
+) -> torch.Tensor:
+    """What the user's loss makes of a micro-batch; 0, and an entry in `problems`, where it raises or returns no loss.
+
+    The window goes on then, since other ranks wait for what follows: raise the problem on all of them after it.
+    """
+    try:
+        value = loss(logits, labels)
+        if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
+            asked = f"a loss function that returned {value!r}"
+            needs = "must return a 0-dim tensor that depends on the logits"
+            raise PlanError(Violation(asked, needs, "return the sum over supervised tokens"))
+    except Exception as problem:
+        problems.append(problem)
+        return nothing(logits)
+    return value
 
 
 class _TokenLossSum(torch.autograd.Function):
