@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtensor_5d.families.shape import ModelShape
+    from dtensor_5d.planner.cut import cut_layers, split_layers
     from dtensor_5d.planner.memory_model import memory
     from dtensor_5d.planner.memory_report import CAUSES, Device, MemoryReport, RankMemory, StageMemory
-    from dtensor_5d.planner.stages import split_layers
     from dtensor_5d.planner.state import Widths, state_terms
 
 _HOME = {
@@ -22,15 +22,17 @@ _HOME = {
     "RankMemory": "dtensor_5d.planner.memory_report",
     "StageMemory": "dtensor_5d.planner.memory_report",
     "memory": "dtensor_5d.planner.memory_model",
+    # which layers a stage has
+    "cut_layers": "dtensor_5d.planner.cut",
+    "split_layers": "dtensor_5d.planner.cut",
     # its terms
     "Widths": "dtensor_5d.planner.state",
-    "split_layers": "dtensor_5d.planner.stages",
     "state_terms": "dtensor_5d.planner.state",
 }
 
 __all__ = [
-    "CAUSES", "Device", "MemoryReport", "ModelShape", "RankMemory", "StageMemory", "Widths", "memory", "split_layers",
-    "state_terms",
+    "CAUSES", "Device", "MemoryReport", "ModelShape", "RankMemory", "StageMemory", "Widths", "cut_layers", "memory",
+    "split_layers", "state_terms",
 ]  # fmt: skip
 
 

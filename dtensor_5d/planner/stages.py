@@ -10,11 +10,12 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.families.blocks import LayerShape, Param
 from dtensor_5d.families.shape import ModelShape
 from dtensor_5d.plan import Plan
+from dtensor_5d.planner.cut import cut_layers, split_layers
 
 if TYPE_CHECKING:
     from dtensor_5d.schedule import Schedule
 
-__all__ = ["Stage", "split_layers", "stages_by_rank"]
+__all__ = ["Stage", "stages_by_rank"]
 
 
 @dataclass(frozen=True)
@@ -33,30 +34,6 @@ class Stage:
         return (*self.first, *(p for layer in self.layers for p in layer.params), *self.last)
 
 
-def split_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as can be; the ends, which have embedding and head, get the shorter shares.
-
-    Example:
-        >>> split_layers(10, 4)
-        (2, 3, 3, 2)
-
-    Errors: `PlanError` for more stages than layers.
-    """
-    if stages > layers:
-        raise PlanError(
-            Violation(
-                f"{stages} pipeline stages for {layers} layers",
-                f"every stage needs at least 1 of the {layers} layers",
-                f"use pp x chunks <= {layers}",
-            )
-        )
-    base, extra = divmod(layers, stages)
-    # From the middle outwards, the later of two equally central stages last.
-    order = sorted(range(stages), key=lambda s: (abs(2 * s - (stages - 1)), s))
-    longer = set(order[:extra])
-    return tuple(base + (s in longer) for s in range(stages))
-
-
 def stages_by_rank(shape: ModelShape, plan: Plan) -> tuple[tuple[tuple[Stage, ...], ...], Schedule | None]:
     """For every pipeline rank its stages; and the schedule, where there is a pipeline.
 
@@ -65,13 +42,11 @@ def stages_by_rank(shape: ModelShape, plan: Plan) -> tuple[tuple[tuple[Stage, ..
     if plan.degrees.pp == 1:
         counts = plan.options.layers_per_stage or (len(shape.layers),)
         return (tuple(_cut(shape, _checked(shape, counts, 1))),), None
-    from dtensor_5d.schedule import build
+    from dtensor_5d.schedule.chosen import schedule_of
 
     options = plan.options
-    schedule = build(
-        options.schedule, ranks=plan.degrees.pp, microbatches=options.microbatches, chunks=options.chunks
-    )
-    counts = options.layers_per_stage or split_layers(len(shape.layers), schedule.depth)
+    schedule = schedule_of(options, ranks=plan.degrees.pp)
+    counts = options.layers_per_stage or cut_layers(shape, schedule.depth)
     cut = _cut(shape, _checked(shape, counts, schedule.depth))
     ranks = tuple(_held(cut, schedule.stages_of(rank)) for rank in range(schedule.ranks))
     return ranks, schedule

@@ -13,7 +13,8 @@ from dtensor_5d.errors import PlanError
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan
 from dtensor_5d.planner import CAUSES, Device, ModelShape, memory
-from dtensor_5d.planner.stages import split_layers, stages_by_rank
+from dtensor_5d.planner.cut import split_layers
+from dtensor_5d.planner.stages import stages_by_rank
 from dtensor_5d.planner.units import units_of_stage
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import run_ranks

@@ -41,7 +41,7 @@ def test_alive_at_once_as_the_simulator_says(name, ranks, microbatches, stash):
 
 def test_1f1b_keeps_fewer_micro_batches_on_later_ranks():
     shape = ModelShape.preset("llama-3.1-8b")
-    report = weigh(shape, 4, 3, precision="bf16")
+    report = weigh(shape, 4, 3, precision="bf16", layers_per_stage=(8, 8, 8, 8))
     per_layer = 4096 * sum(t.bytes for t in shape.activations(0, 4096))
     for rank, alive in zip(report, (3, 3, 2, 1), strict=True):
         (stage,) = rank.stages
@@ -58,7 +58,7 @@ def test_a_split_backward_keeps_a_stash():
 
 def test_ranks_differ_by_embedding_head_and_micro_batches():
     # field fault Q5
-    first, last = weigh("llama-3.1-8b", 2, 4, precision="bf16")
+    first, last = weigh("llama-3.1-8b", 2, 4, precision="bf16", layers_per_stage=(16, 16))
     assert first.phases["step 1: loss"]["logits"] == 0 < last.phases["step 1: loss"]["logits"]
     assert first.phases["step 1: loss"]["activations"] > last.phases["step 1: loss"]["activations"]
     # one table each; the last one has the final norm besides
@@ -68,7 +68,8 @@ def test_ranks_differ_by_embedding_head_and_micro_batches():
 def test_static_memory_falls_in_proportion():
     # field fault F17
     names = ("parameters", "gradients", "master", "optimizer")
-    whole, halves = weigh("llama-3.1-70b", 1, 4, precision="bf16"), weigh("llama-3.1-70b", 2, 4, precision="bf16")
+    whole = weigh("llama-3.1-70b", 1, 4, precision="bf16")
+    halves = weigh("llama-3.1-70b", 2, 4, precision="bf16", layers_per_stage=(40, 40))
     assert sum(r.dense[n] for r in halves for n in names) == sum(whole[0].dense[n] for n in names)
     assert max(sum(r.dense[n] for n in names) for r in halves) < 0.51 * sum(whole[0].dense[n] for n in names)
 
