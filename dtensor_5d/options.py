@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -22,7 +23,8 @@ RULE_AXES = ("dp", "tp", "cp", "pp", "ep")
 class Options:
     """How the axes work. Every field is explained in the README's table of options.
 
-    `None` means: chosen by the plan (see `Options.settled`).
+    `None` means: chosen by the plan (see `Options.settled`). A schedule that is no name (a path to a CSV, a `Schedule`)
+    is kept as CSV text.
     Errors: `PlanError` listing every value that is not legal.
     """
 
@@ -48,7 +50,13 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.layers_per_stage, list):
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-        bad = [v for v in (_value_violation(f.name, getattr(self, f.name)) for f in fields(self)) if v]
+        unread: Sequence[Violation] = ()
+        try:
+            object.__setattr__(self, "schedule", _schedule_text(self.schedule))
+        except PlanError as error:
+            unread = error.violations
+            object.__setattr__(self, "schedule", Options.schedule)
+        bad = [*unread, *(v for v in (_value_violation(f.name, getattr(self, f.name)) for f in fields(self)) if v)]
         if bad:
             raise PlanError(bad)
 
@@ -116,12 +124,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def _value_violation(name: str, value: Any) -> Violation | None:
+    if name == "schedule" and isinstance(value, str) and "\n" in value:
+        return None  # a table, proved when it was read
     if name in _CHOICES:
         choices = _CHOICES[name]
         # `1 == True`: an int option must not take a bool, nor the other way round.
         if any(value == c and type(value) is type(c) for c in choices):
             return None
-        return Violation(f"{name}={value!r}", f"must be one of {', '.join(map(repr, choices))}", "choose one of these")
+        change = "choose one of these" + (", or give a path that ends in .csv" if name == "schedule" else "")
+        return Violation(f"{name}={value!r}", f"must be one of {', '.join(map(repr, choices))}", change)
     if name in ("microbatches", "chunks", "ulysses"):
         optional = name != "microbatches"
         if (value is None and optional) or _is_count(value):
@@ -154,6 +165,15 @@ def _value_violation(name: str, value: Any) -> Violation | None:
         f"must be a dict from an axis ({', '.join(RULE_AXES)}) to a dict from a module pattern to a style",
         "for example rules={'tp': {'model.layers.*.mlp.up_proj': 'column'}}",
     )
+
+
+def _schedule_text(schedule: Any) -> Any:
+    """See `schedule.chosen.as_option`, which is loaded only where there is something to read."""
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return schedule
+    from dtensor_5d.schedule.chosen import as_option
+
+    return as_option(schedule)
 
 
 def _is_count(value: Any) -> bool:

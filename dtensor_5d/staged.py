@@ -29,7 +29,8 @@ from dtensor_5d.pipeline.ties import summed_ties
 from dtensor_5d.pipeline.timeline import measured_costs, measured_timeline
 from dtensor_5d.pipeline.transport import Transport
 from dtensor_5d.random import RandomStreams
-from dtensor_5d.schedule import Costs, Schedule, Timeline, build, lower
+from dtensor_5d.schedule import Costs, Schedule, Timeline, lower
+from dtensor_5d.schedule.chosen import schedule_of
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = ["Messages", "Pipeline"]
@@ -125,10 +126,7 @@ class Pipeline(Loop):
     def schedule_for(self, count: int) -> Schedule:
         """The lowered schedule of a window of `count` micro-batches. Errors: `PlanError` where there is none."""
         if count not in self._lowered:
-            options = self.options
-            built = build(
-                options.schedule, ranks=self._ranks, microbatches=count, chunks=options.chunks, costs=self._costs
-            )
+            built = schedule_of(self.options, ranks=self._ranks, microbatches=count, costs=self._costs)
             lowered = lower(built, self.gather, self.reduce)
             self._lowered[count] = lowered.with_table(without_idle_gathers(row) for row in lowered.table)
         return self._lowered[count]
@@ -244,10 +242,7 @@ class _Surrounded:
     def backward_input(self, micro: int, gradient: Tensor | None) -> Tensor | None:
         beside = self.engine.beside(self.stage.number, micro)
         with self.engine.around(self.window[micro]):
-            found = self.stage.backward_input(micro, gradient, beside)
-        self.engine.staged.keep(self.stage.number)
-        return found
+            return self.stage.backward_input(micro, gradient, beside)
 
     def backward_weight(self, micro: int) -> None:
         self.stage.backward_weight(micro)
-        self.engine.staged.keep(self.stage.number)

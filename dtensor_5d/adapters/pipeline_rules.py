@@ -9,19 +9,22 @@ from torch import nn
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.degrees import Degrees
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.families.shape import ModelShape
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.split import Cut
-from dtensor_5d.planner.stages import split_layers
-from dtensor_5d.schedule import build
-from dtensor_5d.schedule.build import stage_ranks
+from dtensor_5d.planner.cut import cut_layers, split_layers
+from dtensor_5d.schedule.chosen import schedule_of, stage_ranks_of
 
 __all__ = ["cut_for", "pipeline_rules", "pipeline_violations"]
 
 
-def cut_for(decoder: Decoder, options: Options, pp: int) -> Cut:
-    """The stages of every rank. Errors: `PlanError` for layers that do not suffice or add up."""
-    rank_of = stage_ranks(options.schedule, ranks=pp, chunks=options.chunks)
-    counts = options.layers_per_stage or split_layers(decoder.n_layers, len(rank_of))
+def cut_for(model: nn.Module, decoder: Decoder, options: Options, pp: int) -> Cut:
+    """The stages of every rank: as the options say, or by what layers cost.
+
+    Errors: `PlanError` for layers that do not suffice or add up.
+    """
+    rank_of = stage_ranks_of(options, ranks=pp)
+    counts = options.layers_per_stage or _by_cost(model, decoder, len(rank_of))
     if len(counts) != len(rank_of) or sum(counts) != decoder.n_layers:
         asked = f"layers_per_stage={list(counts)} (sum {sum(counts)})"
         needs = f"must be {len(rank_of)} numbers that add up to the {decoder.n_layers} layers"
@@ -34,6 +37,16 @@ def cut_for(decoder: Decoder, options: Options, pp: int) -> Cut:
     return Cut(tuple(counts), rank_of)
 
 
+def _by_cost(model: nn.Module, decoder: Decoder, stages: int) -> tuple[int, ...]:
+    """As the planner cuts this model; by count where it has no shape for it."""
+    even = split_layers(decoder.n_layers, stages)
+    try:
+        shape = ModelShape.from_config(model.config)  # type: ignore[arg-type]
+    except PlanError:
+        return even
+    return cut_layers(shape, stages) if len(shape.layers) == decoder.n_layers else even
+
+
 def pipeline_violations(model: nn.Module, decoder: Decoder, degrees: Degrees, options: Options) -> list[Violation]:
     """Everything that keeps this model from running as a pipeline of these degrees; `degrees.pp` may be open (-1)."""
     kind = str(getattr(model.config, "model_type", type(model).__name__))
@@ -43,22 +56,22 @@ def pipeline_violations(model: nn.Module, decoder: Decoder, degrees: Degrees, op
     ]
     if degrees.pp > 1:
         try:
-            cut = cut_for(decoder, options, degrees.pp)
+            cut = cut_for(model, decoder, options, degrees.pp)
         except PlanError as error:
             bad += error.violations
         else:
             bad += _tied_too_often(decoder, cut)
         if options.schedule != "dualpipe":  # refused by name already
             try:
-                build(options.schedule, ranks=degrees.pp, microbatches=options.microbatches, chunks=options.chunks)
+                schedule_of(options, ranks=degrees.pp)
             except PlanError as error:
-                bad += error.violations
+                bad += [violation for violation in error.violations if violation not in bad]
     return bad
 
 
-def pipeline_rules(decoder: Decoder, options: Options, pp: int) -> dict[str, str]:
+def pipeline_rules(model: nn.Module, decoder: Decoder, options: Options, pp: int) -> dict[str, str]:
     """Module -> stage and rank, to be read in the plan."""
-    cut = cut_for(decoder, options, pp)
+    cut = cut_for(model, decoder, options, pp)
     rules: dict[str, str] = {}
     for stage, rank in enumerate(cut.rank_of):
         where = f"stage {stage} on rank {rank}"

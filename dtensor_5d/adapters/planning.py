@@ -69,7 +69,7 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
         raise PlanError(bad)
     rules: dict[str, dict[str, Any]] = {}
     if degrees.pp > 1:  # else known when the degrees are resolved
-        rules["pp"] = pipeline_rules(decoder, options, degrees.pp)
+        rules["pp"] = pipeline_rules(model, decoder, options, degrees.pp)
     cut = any(d != 1 for n, d in degrees.items() if n in ("dp_replicate", "dp_shard", "cp"))
     cut |= apart and degrees.tp != degrees.ep * degrees.etp  # the experts leave ranks of tp
     if cut or options.precision is not None:

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_5d.dp.unused import zeros_for_unused
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.ops.unused import zeros_for_unused
 from dtensor_5d.plan.patterns import matches, specificity
 from dtensor_5d.precision import split_fp32
 

@@ -96,5 +96,5 @@ def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """On the CPU torch adds up a norm in a few running sums, which loses 1 % over 1e8 elements: piece by piece there."""
+    """Piece by piece on the CPU, where torch adds up a norm in a few running sums and loses 1 % over 1e8 elements."""
     return tensor.flatten().split(_AT_ONCE) if tensor.device.type == "cpu" else (tensor,)

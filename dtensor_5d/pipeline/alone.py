@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +17,41 @@ from dtensor_5d.adapters.stand_in import Zeros
 from dtensor_5d.agree import Agreement
 from dtensor_5d.batch import BatchRules, MicroBatch, cut_window, fingerprint
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.loss import LossFunction, nothing, token_loss_sum
+from dtensor_5d.loss import LossFunction, nothing, own_loss_sum, token_loss_sum
 from dtensor_5d.ops import WeightGradients
+from dtensor_5d.ops.staged_units import StagedUnits
 from dtensor_5d.options import Options
-from dtensor_5d.pipeline.runtime import Runtime, Unsharded
+from dtensor_5d.pipeline.runtime import Runtime, Unsharded, without_idle_gathers
+from dtensor_5d.pipeline.sharded import (
+    agreed_on_all,
+    data_groups,
+    leaving_dtype,
+    logits_dtype,
+    sharding_violations,
+    tie_layout,
+)
 from dtensor_5d.pipeline.split import StageView
 from dtensor_5d.pipeline.stage import Forward, Stage
 from dtensor_5d.pipeline.staging import Staging
 from dtensor_5d.pipeline.ties import summed_ties
 from dtensor_5d.pipeline.transport import Transport
-from dtensor_5d.schedule import build, lower
+from dtensor_5d.schedule import Schedule, lower
+from dtensor_5d.schedule.chosen import schedule_of
 
 __all__ = ["Batches", "Steps"]
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What the ranks of the pipeline have agreed to run. dtype: of messages. own_loss: whether any rank has a loss."""
+
+    micro: list[MicroBatch]
+    dtype: torch.dtype
+    own_loss: bool
 
 
 class Steps:
@@ -43,58 +64,94 @@ class Steps:
         self.model, self.decoder, self.staging, self.store = model, decoder, staging, store
         self.options, self.rules, self.device_type = options, rules, device_type
         self._transport: tuple[torch.device, Transport] | None = None
+        self._units: StagedUnits | None = None
 
     def __call__(self, batch: Batches, loss: LossFunction | None = None, tokens: int | None = None) -> Tensor:
         # Device and dtype are looked up anew: a model may be cut on meta, or moved afterwards.
         parameter = next(self.model.parameters())
         device = torch.device(self.device_type) if parameter.is_meta else parameter.device
         agreement = Agreement(self.staging.group, self.staging.group.size(), device)
-        window, dtype, own_loss = self._agreed(agreement, device, batch, loss, tokens)
-        count = sum(micro.tokens for micro in window) if tokens is None else tokens
-        options, ranks = self.options, self.staging.group.size()
-        schedule = build(options.schedule, ranks=ranks, microbatches=len(window), chunks=options.chunks)
+        window = self._agreed(agreement, device, batch, loss, tokens)
+        count = sum(micro.tokens for micro in window.micro) if tokens is None else tokens
         problems: list[Exception] = []
         measured = _measured(loss, max(count, 1), problems)
+        schedule = self._schedule(len(window.micro))
         runtime = Runtime(
             rank=self.staging.rank,
-            stages={view.number: self._stage(view, window, measured, dtype) for view in self.staging.views},
+            stages={view.number: self._stage(view, window, measured) for view in self.staging.views},
             transport=self._transport_of(device),
-            parameters=Unsharded(),
-            shape=lambda at: (*window[at].runnable()["input_ids"].shape, *self.decoder.hidden),  # type: ignore[arg-type]
-            dtype=dtype,
+            parameters=self._units or Unsharded(),
+            shape=lambda at: (*window.micro[at].runnable()["input_ids"].shape, *self.decoder.hidden),  # type: ignore[arg-type]
+            dtype=window.dtype,
             sends_gradient=self.staging.sends_gradient,
         )
+        with self._around():
+            results = runtime.run(schedule)
+        if window.own_loss:
+            self._check_all(agreement, device, problems[0] if problems else None)
+        wide = torch.promote_types(window.dtype, torch.float32)
+        total = sum(results.values(), torch.zeros((), dtype=wide, device=device))
+        dist.all_reduce(total, group=self.staging.group)
+        return total
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Around a window. Outside in: ties sum what the data axis has reduced."""
+        units = self._units
         try:
-            with summed_ties(self.staging.ties, self.staging.group):
-                results = runtime.run(lower(schedule, None, None))
+            if units is not None:
+                units.reshard()
+            inside = nullcontext() if units is None else units.window()
+            with summed_ties(self.staging.ties, self.staging.group), inside:
+                yield
         except BaseException:
             self.store.clear()
             raise
-        if own_loss:
-            agreement.check(problems[0] if problems else None)
-        total = sum(results.values(), torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device))
-        dist.all_reduce(total, group=self.staging.group)
-        return total
+
+    def _schedule(self, count: int) -> Schedule:
+        units = self._units
+        built = schedule_of(self.options, ranks=self.staging.group.size(), microbatches=count)
+        if units is None:
+            return lower(built, None, None)
+        lowered = lower(built, "visit" if units.visits else "window", "window")
+        return lowered.with_table(without_idle_gathers(row) for row in lowered.table)
 
     def _agreed(
         self, agreement: Agreement, device: torch.device, batch: Batches, loss: LossFunction | None,
         tokens: int | None,
-    ) -> tuple[list[MicroBatch], torch.dtype, bool]:  # fmt: skip
-        """The window, the dtype of messages, and whether any rank has a loss function. Errors: `PlanError` on every
-        rank."""
-        window: list[MicroBatch] = []
+    ) -> _Window:  # fmt: skip
+        """The window that this rank runs, as long as that of every other. Errors: `PlanError` on every rank of the
+        pipeline and of the data axis."""
+        window = _Window([], torch.float32, False)
+        error: Exception | None = None
+        try:
+            window = self._agreed_in_pipeline(agreement, device, batch, loss, tokens)
+        except Exception as problem:
+            error = problem
+        values = len(window.micro), int(window.own_loss)
+        most, own_loss = agreed_on_all(data_groups(self.model), device, error, *values)
+        missing = [MicroBatch.missing(device)] * (most - len(window.micro))
+        return _Window(window.micro + missing, window.dtype, bool(own_loss))
+
+    def _agreed_in_pipeline(
+        self, agreement: Agreement, device: torch.device, batch: Batches, loss: LossFunction | None,
+        tokens: int | None,
+    ) -> _Window:  # fmt: skip
+        micro: list[MicroBatch] = []
         error: Exception | None = None
         kind = 0
         try:
             self._check(loss, tokens)
-            window = cut_window(batch, self.options.microbatches, self.rules, device)
+            micro = cut_window(batch, self.options.microbatches, self.rules, device)
             kind = self._dtype_number()
         except Exception as problem:
             error = problem
         trained = sum(self.staging.is_trained(view.number) for view in self.staging.views)
         given = -1 if tokens is None or error is not None else tokens
-        own_loss = int(loss is not None)
-        every = agreement.check(error, len(window), fingerprint(window), given, kind, trained, own_loss)
+        sharded, cut = int(isinstance(self.model, FSDPModule)), 0 if error else tie_layout(self.staging)
+        every = agreement.check(
+            error, len(micro), fingerprint(micro), given, kind, trained, int(loss is not None), sharded, cut
+        )
         other = next((rank for rank, row in enumerate(every) if row[:3] != every[0][:3]), None)
         if other is not None:
             asked = f"another batch or another `tokens` on rank {other} of the pipeline than on rank 0"
@@ -102,15 +159,30 @@ class Steps:
         if not any(row[4] for row in every):
             asked = "step of a model whose parameters are all frozen"
             raise PlanError(Violation(asked, "1 trainable parameter is required", "set requires_grad=True"))
-        dtype = _DTYPES[every[self.staging.cut.rank_of[0]][3]]
-        return window, dtype, any(row[5] for row in every)
+        kinds = [row[3] for row in every]
+        first = kinds[self.staging.cut.rank_of[0]]
+        self._check_alike("fully_shard", [row[6] for row in every], "shard it on all ranks, or on none")
+        self._check_alike("tied weights cut", [row[7] for row in every if row[7]], "shard both copies alike")
+        self._check_alike("an mp_policy", [k for k in kinds if k >= 0], "give all layers the same mp_policy")
+        return _Window(micro, _DTYPES[first], any(row[5] for row in every))
+
+    def _check_alike(self, what: str, values: Sequence[int], change: str) -> None:
+        """Errors: `PlanError` where stages differ."""
+        if len(set(values)) > 1:
+            asked = f"{what} on some stages that is not that of others"
+            raise PlanError(Violation(asked, f"all {self.staging.group.size()} ranks must do the same", change))
+
+    def _check_all(self, agreement: Agreement, device: torch.device, error: Exception | None) -> None:
+        """Errors: on every rank, where any has one."""
+        try:
+            agreement.check(error)
+        except Exception as problem:
+            error = problem
+        agreed_on_all(data_groups(self.model), device, error, 0)
 
     def _check(self, loss: LossFunction | None, tokens: int | None) -> None:
         """Errors: `PlanError` where this rank cannot run a window."""
-        bad: list[Violation] = []
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            bad.append(Violation("fully_shard on a model that PipelineParallel has cut", "its schedule must gather and "
-                                 "reduce", "use dtensor_5d.parallelize with pp and dp_shard"))  # fmt: skip
+        bad = sharding_violations(self.model, self.staging)
         if any(p.is_meta for p in self.model.parameters()):
             bad.append(Violation("step of a model on meta", "weights must be there first", "use to_empty and load"))
         if not torch.is_grad_enabled():
@@ -122,35 +194,39 @@ class Steps:
         if bad:
             raise PlanError(bad)
         self.staging.check_trained()
+        if self._units is None and isinstance(self.model, FSDPModule):
+            # A parameter that this rank's rows do not use takes part too, or data ranks would disagree on it.
+            self.model.set_reduce_scatter_unused_params(True)
+            self._units = StagedUnits(self.model, self.staging.owners, resharding=None)
 
     def _dtype_number(self) -> int:
-        """That of the dtype that stage 0 computes in; others do not know it."""
-        if self.staging.rank != self.staging.cut.rank_of[0]:
-            return 0
-        dtype = self.model.get_submodule(self.decoder.embedding).weight.dtype
+        """That of the dtype of messages: what the units of this rank's layers make of them, or what stage 0 starts
+        with; -1 where others must say."""
+        dtype = leaving_dtype(self.model, self.decoder, self.staging)
+        if dtype is None and self.staging.rank != self.staging.cut.rank_of[0]:
+            return -1
+        if dtype is None:
+            dtype = self.model.get_submodule(self.decoder.embedding).weight.dtype  # type: ignore[assignment]
         if dtype not in _DTYPES:
             known = ", ".join(map(str, _DTYPES))
             raise PlanError(Violation(f"a model in {dtype}", f"must be one of {known}", "convert it"))
-        return _DTYPES.index(dtype)  # type: ignore[arg-type]
+        return _DTYPES.index(dtype)
 
     def _transport_of(self, device: torch.device) -> Transport:
         if self._transport is None or self._transport[0] != device:
             self._transport = device, Transport(self.staging.group, device)
         return self._transport[1]
 
-    def _stage(
-        self, view: StageView, window: list[MicroBatch], measured: Callable[[Tensor, MicroBatch], Tensor],
-        dtype: torch.dtype,
-    ) -> Stage:  # fmt: skip
+    def _stage(self, view: StageView, window: _Window, measured: Callable[[Tensor, MicroBatch], Tensor]) -> Stage:
         view.refresh()
         for module in view.module.modules():
             if isinstance(module, Zeros):  # without weights that `model.to` would convert
-                module.dtype = dtype
-        ends = view.number + 1 == self.staging.cut.stages
+                module.dtype = window.dtype
+        ends, wide = view.number + 1 == self.staging.cut.stages, logits_dtype(self.model)
 
         def forward(at: int, received: Tensor | None) -> Tensor:
-            out = view(window[at].runnable(), received)
-            return measured(out.logits, window[at]) if ends else out
+            out = view(window.micro[at].runnable(), received)
+            return measured(out.logits if wide is None else out.logits.to(wide), window.micro[at]) if ends else out
 
         made: Forward = forward
         return Stage(view.number, made, self.store, sends_gradient=self.staging.sends_gradient[view.number])
@@ -159,23 +235,13 @@ class Steps:
 def _measured(
     loss: LossFunction | None, count: int, problems: list[Exception]
 ) -> Callable[[Tensor, MicroBatch], Tensor]:
-    """A micro-batch's part of the loss; what the user's function raises is put into `problems`, and the window goes on,
-    since other ranks wait for its messages."""
+    """A micro-batch's part of the loss."""
 
     def measured(logits: Tensor, micro: MicroBatch) -> Tensor:
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
         if loss is None:
             return token_loss_sum(logits, micro.labels) / count
-        try:
-            value = loss(logits, micro.labels)
-            if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
-                asked = f"a loss function that returned {value!r}"
-                needs = "must return a 0-dim tensor that depends on the logits"
-                raise PlanError(Violation(asked, needs, "return the sum over supervised tokens"))
-            return value / count
-        except Exception as problem:
-            problems.append(problem)
-            return nothing(logits)
+        return own_loss_sum(loss, logits, micro.labels, problems) / count
 
     return measured

@@ -38,6 +38,10 @@ class Parameters(Protocol):
         """REDUCE_GRAD; `last`: no other follows in this window."""
         ...
 
+    def keep(self, stage: int) -> None:
+        """After an I or a W: what it has added to gradients waits for REDUCE_GRAD."""
+        ...
+
 
 class Unsharded:
     """`Parameters` that every rank holds whole."""
@@ -45,6 +49,7 @@ class Unsharded:
     def gather(self, stage: int) -> None: ...
     def release(self, stage: int) -> None: ...
     def reduce(self, stage: int, last: bool) -> None: ...
+    def keep(self, stage: int) -> None: ...
 
 
 class StageActions(Protocol):
@@ -151,12 +156,14 @@ class Runtime:
                 here["F", after, micro] = out
         elif kind == "I":
             found = stage.backward_input(micro, read)
+            self.parameters.keep(number)
             if before is not None and self.sends_gradient[number]:
                 assert found is not None
                 here["B", before, micro] = found
         else:
             assert kind == "W", kind
             stage.backward_weight(micro)
+            self.parameters.keep(number)
 
     def _is_void(self, schedule: Schedule, action: Action) -> bool:
         """A message that carries a gradient which nobody needs: all before it is frozen."""

@@ -63,7 +63,7 @@ def stage_model(
     """Leaves in `model`, in place, what the stages of this rank have. mesh: of the pipeline axis. instead: what to call
     in place of the model."""
     rank = mesh.get_local_rank()
-    cut = cut_for(decoder, options, mesh.size())
+    cut = cut_for(model, decoder, options, mesh.size())
     named = list(model.named_parameters(remove_duplicate=False))
     training = {cut.owner(decoder, name) for name, p in named if p.requires_grad}
     keep_stages(model, decoder, cut, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from dtensor_5d.options import Options
 from dtensor_5d.pipeline.alone import Steps
 from dtensor_5d.pipeline.staging import stage_model
 from dtensor_5d.plan import built_violations
+from dtensor_5d.schedule import Schedule
 
 __all__ = ["PipelineParallel"]
 
@@ -34,27 +36,29 @@ class PipelineParallel(ParallelStyle):
         >>> optimizer.step()                                         # of model.parameters(), this rank's own
 
     `step(batch, loss=None, tokens=None)`: forward and backward of the batch in `microbatches` parts; the loss on every
-    rank, divided by `tokens` (None: the supervised tokens of this batch). Adds to `.grad`; with other ranks around
-    this axis, reducing gradients is the caller's part, and `tokens` the sum over all of them. With FSDP2 use
-    `dtensor_5d.parallelize`, whose schedule gathers and reduces too. Styles of other axes come after this one.
+    rank, divided by `tokens` (None: the supervised tokens of this batch). Adds to `.grad`. Styles of other axes come
+    after this one, and `fully_shard` last: layers, then the model. The schedule steers its units then:
+    `reshard_after_forward=True` gathers for each visit, False keeps for the window, each is reduced once, and averaged
+    over the data ranks as FSDP2 does (see the README for one mean over the tokens of all). Without it, reducing
+    gradients over other ranks is the caller's part.
     Errors: `PlanError` for a model or a schedule that cannot run, before the model is changed; from `step`, on every
     rank before the first message, for a batch that is wrong or not the same on all; after the window for a `loss` that
     failed (drop the gradients then).
     """
 
     def __init__(
-        self, *, schedule: str = "1f1b", microbatches: int = 1, chunks: int | None = None,
+        self, *, schedule: str | Path | Schedule = "1f1b", microbatches: int = 1, chunks: int | None = None,
         layers_per_stage: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         counts = None if layers_per_stage is None else tuple(layers_per_stage)
-        self.options = Options(schedule=schedule, microbatches=microbatches, chunks=chunks, layers_per_stage=counts)
+        self.options = Options.of(schedule=schedule, microbatches=microbatches, chunks=chunks, layers_per_stage=counts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         degrees = Degrees(pp=device_mesh.size())
         if any(isinstance(part, FSDPModule) for part in module.modules()):
-            raise PlanError(Violation("PipelineParallel on a model with fully_shard", "its schedule must gather and "
-                                      "reduce", "use dtensor_5d.parallelize with pp and dp_shard"))  # fmt: skip
+            raise PlanError(Violation("PipelineParallel on a model with fully_shard", "stages are cut first",
+                                      "apply PipelineParallel first, then fully_shard"))  # fmt: skip
         cut = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
         if cut is not None:
             asked, needs = f"PipelineParallel on a model whose {cut} is a DTensor", "stages are cut first"

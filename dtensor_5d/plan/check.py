@@ -77,6 +77,8 @@ def _pipeline_violations(degrees: Degrees, options: Options) -> list[Violation]:
     bad = []
     changed = options.changed()
     if degrees.pp == 1:
+        if "\n" in options.schedule:
+            changed["schedule"] = "a table"
         bad += [
             Violation(f"{name}={changed[name]!r} with pp=1", "there are no stages on 1 rank",
                       f"give pp a degree, or leave {name} at its default")

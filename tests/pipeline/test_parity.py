@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtensor_5d import Degrees, build_mesh, parallelize, plan_for
-from tests.families.tiny import tiny_model
+from tests.families.tiny import tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.pairwise import pairwise
 from tests.parity import Case, _trial, check_parity, one_without_tokens, padded, ragged, rows, uneven
@@ -88,6 +88,27 @@ def _in_doubles(rank, case):
 def test_uneven_layers(schedule, layers):
     options = {"schedule": schedule, "microbatches": 3, "layers_per_stage": layers}
     check_parity(Case("llama", Degrees(pp=2), options, {"num_hidden_layers": sum(layers)}))
+
+
+def test_stages_by_cost():
+    """The head of this model is worth more than two of its layers."""
+    model = {"vocab_size": 20_000}
+    plan = plan_for(tiny_config("llama", **model), Degrees(pp=2), microbatches=2)
+    assert plan.rules["pp"]["model.layers.{0..2}"] == "stage 0 on rank 0"
+    check_parity(Case("llama", Degrees(pp=2), {"microbatches": 2}, model))
+
+
+def _fewer(step, rank, vocab):
+    """Of 4 micro-batches: one row on rank 0 only; one on every rank; a window of two lengths beside one of 5 rows."""
+    if step < 2:
+        return [rows(100 * step + rank, 6 if step == 0 and rank else 1, 9, vocab)]
+    two = [rows(201, 2, 8, vocab), rows(202, 1, 11, vocab, supervised=0.3)]
+    return two if rank == 0 else [rows(200 + 10 * rank, 5, 7, vocab)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_batches_with_fewer_rows_than_micro_batches(schedule):
+    check_parity(Case("llama", Degrees(pp=2, dp_shard=2), {"schedule": schedule, "microbatches": 4}, batches=_fewer))
 
 
 @pytest.mark.parametrize("sequence", [True, False])

@@ -291,55 +291,6 @@ def _drawn_alone(rank):
     return run.full_parameters()
 
 
-# --- beside torch's own runtime
-
-
-def _torchs(rank, name):
-    """The same stages under torch.distributed.pipelining, and under ours: gradients of 4 micro-batches."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-
-    ours = _run(schedule=name)
-    batch = rows(0, 4, 8, VOCAB, supervised=1.0)
-    ours.step(batch)
-    want = {n: p.grad.clone() for n, p in ours.named_parameters()}
-    theirs = _run(schedule=name)
-    views = theirs._parts.engine.staging.views
-    tokens = int((batch["labels"][:, 1:] != -100).sum())
-
-    class Part(torch.nn.Module):
-        def __init__(self, view):
-            super().__init__()
-            self.model, self.view = view.module, view
-
-        def forward(self, hidden, ids):
-            out = self.view({"input_ids": ids}, None if self.view.is_first else hidden)
-            return getattr(out, "logits", out)
-
-    last = theirs._parts.engine.staging.cut.stages
-    stages = [PipelineStage(Part(v), v.number, last, torch.device("cpu"), group=dist.group.WORLD) for v in views]
-
-    def loss(logits, labels):
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        from dtensor_5d.loss import token_loss_sum
-
-        return token_loss_sum(logits, shifted) / tokens
-
-    if name == "1f1b":
-        schedule = Schedule1F1B(stages[0], 4, loss_fn=loss, scale_grads=False)
-    else:
-        schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss, scale_grads=False)
-    ids = batch["input_ids"]
-    hidden = torch.zeros(4, 8, 64)
-    args = (hidden,) if any(v.is_first for v in views) else ()
-    schedule.step(*args, ids=ids, target=batch["labels"])
-    return all(torch.equal(p.grad, want[n]) for n, p in theirs.named_parameters())
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_bit_equal_to_torchs_runtime(name):
-    assert run_ranks(2, _torchs, name) == [True, True]
-
-
 # --- alone
 
 

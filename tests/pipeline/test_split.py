@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from dtensor_5d import Degrees, PlanError, plan_for
+from dtensor_5d import Degrees, Plan, PlanError, plan_for
 from dtensor_5d.adapters.decoder import find_decoder
-from dtensor_5d.adapters.pipeline_rules import pipeline_violations
+from dtensor_5d.adapters.pipeline_rules import cut_for, pipeline_violations
 from dtensor_5d.adapters.stand_in import StandIn
+from dtensor_5d.families.shape import ModelShape
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.split import Cut, keep_stages, view_of
 from dtensor_5d.pipeline.staging import _refuse_whole
+from dtensor_5d.planner.stages import stages_by_rank
 from tests.families.tiny import FAMILIES, tiny_config, tiny_model
 
 SOME = ("llama", "gemma3_text", "gpt2", "opt", "bloom", "olmo", "deepseek_v3", "nanochat")
@@ -85,9 +88,7 @@ def test_names_stay_and_no_rank_has_the_others_parameters():
     """Field faults P11, P17, P21: the map comes from the schedule, every name is on exactly one rank."""
     model = tiny_model("llama", num_hidden_layers=8)
     decoder = find_decoder(model)
-    from dtensor_5d.adapters.pipeline_rules import cut_for
-
-    cut = cut_for(decoder, Options(schedule="zbv"), 4)
+    cut = cut_for(model, decoder, Options(schedule="zbv"), 4)
     assert [cut.of(rank) for rank in range(4)] == [(r, 7 - r) for r in range(4)]
     whole = [n for n, _ in model.named_parameters()]
     seen = []
@@ -99,6 +100,21 @@ def test_names_stay_and_no_rank_has_the_others_parameters():
         seen += [n for n, _ in part.named_parameters()]
         assert isinstance(part.lm_head, StandIn) == (rank != 0)
     assert sorted(seen) == sorted(whole)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in SOME else pytest.mark.slow) for f in FAMILIES if f not in REFUSED]
+)
+def test_runtime_and_planner_cut_alike(family):
+    config = tiny_config(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    decoder, shape = find_decoder(model), ModelShape.from_config(config)
+    for options in (Options(), Options(schedule="zbv", microbatches=4)):
+        ranks, _ = stages_by_rank(shape, Plan(Degrees(pp=2), options))
+        planned = {stage.number: len(stage.layers) for rank in ranks for stage in rank}
+        counts = cut_for(model, decoder, options, 2).counts
+        assert counts == tuple(planned[n] for n in range(len(planned)))
 
 
 def test_a_view_follows_the_model():
