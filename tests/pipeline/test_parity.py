@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
 from dtensor_5d import Degrees, build_mesh, parallelize, plan_for
-from tests.families.tiny import tiny_config, tiny_model
+from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.pairwise import pairwise
 from tests.parity import Case, _trial, check_parity, one_without_tokens, padded, ragged, rows, uneven
@@ -109,6 +110,33 @@ def _fewer(step, rank, vocab):
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_batches_with_fewer_rows_than_micro_batches(schedule):
     check_parity(Case("llama", Degrees(pp=2, dp_shard=2), {"schedule": schedule, "microbatches": 4}, batches=_fewer))
+
+
+def _none(step, rank, vocab):
+    """No row at all on rank 0."""
+    return [rows(step, 0 if rank == 0 else 3, 8, vocab)]
+
+
+def _without_rows(rank):
+    degrees = Degrees(pp=2, dp_shard=2)
+    made = tiny_model("llama")
+    reference = copy.deepcopy(made)
+    run = parallelize(made, plan_for(made, degrees, microbatches=4), build_mesh(degrees, "cpu"))
+    run.step(_none(0, run.data_rank, VOCAB))
+    reference(**_none(0, 1, VOCAB)[0], use_cache=False).loss.backward()
+    assert_same_gradients(run.full_gradients(), {n: p.grad for n, p in reference.named_parameters()}, tol=1e-5)
+    run.step(rows(0, 0, 8, VOCAB))  # nowhere a row
+    assert_same_gradients(run.full_gradients(), {n: p.grad for n, p in reference.named_parameters()}, tol=1e-5)
+
+
+def test_a_batch_without_rows_adds_nothing():
+    run_ranks(4, _without_rows)
+
+
+def test_a_unit_around_the_layers():
+    rules = {"dp": {"model": "unit"}}
+    options = {"schedule": "zbv", "microbatches": 2, "rules": rules}
+    check_parity(Case("llama", Degrees(pp=2, dp_shard=2), options))
 
 
 @pytest.mark.parametrize("sequence", [True, False])

@@ -16,6 +16,7 @@ from dtensor_5d import PlanError
 from dtensor_5d.adapters.decoder import find_decoder
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.pipeline import PipelineParallel
+from dtensor_5d.tensor import BlockInput, ColwiseParallel, RowwiseParallel
 from tests.families.tiny import VOCAB, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import rows
@@ -36,8 +37,8 @@ def _sharded(model, mesh, reshard=True, schedule="1f1b", micro=2, **more):
 
 def _window(step, data):
     """What a data rank has; the second one has other rows and one batch more."""
-    first = rows(10 * step + data, 3 + data, 8, VOCAB, supervised=(0.9, 0.4)[data])
-    return [first] if data == 0 else [first, rows(10 * step + 5, 1, 11, VOCAB)]
+    first = rows(10 * step + data, 3 + data, 8, VOCAB, supervised=(0.9, 0.4)[data % 2])
+    return [first] if data % 2 == 0 else [first, rows(10 * step + 5, 1, 11, VOCAB)]
 
 
 def _tokens(window):
@@ -142,6 +143,36 @@ def _around(rank):
 
 def test_units_whose_forward_is_not_that_of_one_stage():
     run_ranks(4, _around)
+
+
+def _more_axes(rank, shape, sharded):
+    """Replicas of shards, or a tensor axis inside: styles of other axes stand between the two."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    model = tiny_model("llama")
+    reference = copy.deepcopy(model)
+    model = parallelize_module(model, mesh["pp"], PipelineParallel(schedule="zbv", microbatches=2))
+    mlp = "model.layers.*.mlp"
+    styles = {mlp: BlockInput(), f"{mlp}.gate_proj": ColwiseParallel(own_input=False),
+              f"{mlp}.up_proj": ColwiseParallel(own_input=False), f"{mlp}.down_proj": RowwiseParallel()}  # fmt: skip
+    if shape[3] > 1:
+        model = parallelize_module(model, mesh["tp"], styles)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh[sharded])
+    fully_shard(model, mesh=mesh[sharded])
+    windows = [_window(0, r) for r in range(shape[1] * shape[2])]
+    model.step(windows[mesh.get_local_rank("replicate") * shape[2] + mesh.get_local_rank("shard")])
+    _one_process(reference, windows, [len(windows) * _tokens(w) for w in windows])
+    _compare(_full(model, "grad"), reference, "grad", {})
+
+
+@pytest.mark.parametrize("shape, sharded", [
+    ((2, 1, 1, 2), "shard"),
+    pytest.param((2, 2, 1, 1), ("replicate", "shard"), marks=pytest.mark.slow),
+    pytest.param((2, 2, 2, 1), ("replicate", "shard"), marks=pytest.mark.slow),
+    pytest.param((2, 1, 2, 2), "shard", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_beside_other_axes(shape, sharded):
+    run_ranks(torch.Size(shape).numel(), _more_axes, shape, sharded, timeout=90.0)
 
 
 def _counts(rank, reshard):
