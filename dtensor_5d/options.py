@@ -96,6 +96,11 @@ class Options:
         plain = Options()
         return {n: v for n, v in self.to_dict().items() if v != getattr(plain, n)}
 
+    def shown(self) -> dict[str, str]:
+        """`changed` for a reader; a schedule given as a table, which would fill lines, in a few words."""
+        texts = {n: str(v) for n, v in self.changed().items()}
+        return {n: f"a table of {t.count(chr(10))} ranks" if "\n" in t else t for n, t in texts.items()}
+
 
 # What people look for under another name, or what is left out on purpose.
 _NAMED_REFUSALS = {

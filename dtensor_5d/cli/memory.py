@@ -93,7 +93,7 @@ def _page(
     arguments: argparse.Namespace, console: Console, shape: ModelShape, plan: Plan, report: MemoryReport
 ) -> list[Line]:
     width, letters = console.width, console.letters
-    changed = ", ".join(f"{name}={value}" for name, value in plan.options.changed().items()) or "options at default"
+    changed = ", ".join(f"{name}={value}" for name, value in plan.options.shown().items()) or "options at default"
     active = "" if shape.active_parameters == shape.parameters else f" ({shape.active_parameters / 1e9:.2f} B active)"
     lines: list[Line] = [
         (Span(arguments.model, "head"), Span(f": {shape.parameters / 1e9:.2f} B parameters{active}")),

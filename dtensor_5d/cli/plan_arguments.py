@@ -21,7 +21,7 @@ _OPTIONS = {
     "zero": "1, 2 or 3 (default 3)",
     "grad_reduce": "window or microbatch",
     "regather": "visit or window: zero 3 in a pipeline",
-    "schedule": "of the pipeline (default 1f1b)",
+    "schedule": "of the pipeline (default 1f1b), or a path that ends in .csv",
     "chunks": "of a rank of the pipeline",
     "microbatches": "between two optimizer steps (default 1)",
     "layers_per_stage": "a list such as 7,8,8,7",

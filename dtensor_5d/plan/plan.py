@@ -102,8 +102,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [(axis, pattern, _style_text(style)) for axis, t in self.rules.items() for pattern, style in t.items()]
-        changed = {n: _option_text(v) for n, v in self.options.changed().items() if n != "rules"}
-        options = ", ".join(f"{n}={v}" for n, v in changed.items()) or "defaults"
+        options = ", ".join(f"{n}={v}" for n, v in self.options.shown().items() if n != "rules") or "defaults"
         head = f"{self.model + ': ' if self.model else ''}{self.degrees}, {options}"
         if not rows:
             return head + "\n(no rules: one rank, or derived from the model by parallelize)"
@@ -112,12 +111,6 @@ class Plan:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in table]
         lines.insert(1, "  ".join("-" * w for w in widths))
         return "\n".join([head, *lines])
-
-
-def _option_text(value: Any) -> str:
-    """A schedule given as a table would fill lines."""
-    text = str(value)
-    return f"a table of {text.count(chr(10))} ranks" if "\n" in text else text
 
 
 def _style_text(style: Any) -> str:

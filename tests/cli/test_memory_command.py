@@ -9,6 +9,7 @@ import pytest
 from dtensor_5d import Degrees, Options, Plan
 from dtensor_5d.cli import main
 from dtensor_5d.planner import ModelShape, memory
+from dtensor_5d.schedule import build
 
 SMALL = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -43,6 +44,15 @@ def test_numbers_are_those_of_the_planner(capsys):
     got = data(capsys, "smollm2-135m", *flags.split(), "--seq-len", "1024")
     assert got["ranks"] == json.loads(json.dumps(report.to_dict()))["ranks"]
     assert got["parameters"] == 134_515_008
+
+
+def test_a_schedule_from_a_file(capsys, tmp_path):
+    path = tmp_path / "own.csv"
+    build("1f1b", ranks=2, microbatches=4).to_csv(path)
+    flags = ["smollm2-135m", "--pp", "2", "--microbatches", "4", "--schedule"]
+    assert data(capsys, *flags, str(path))["ranks"] == data(capsys, *flags, "1f1b")["ranks"]
+    code, out = run(capsys, *flags, str(path))
+    assert code == 0 and "schedule=a table of 2 ranks, microbatches=4" in out
 
 
 def test_a_world_leaves_the_rest_to_dp_shard(capsys):

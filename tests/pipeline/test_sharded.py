@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers import AutoModelForCausalLM
 
 from dtensor_5d import PlanError
 from dtensor_5d.adapters.decoder import find_decoder
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.pipeline import PipelineParallel
 from dtensor_5d.tensor import BlockInput, ColwiseParallel, RowwiseParallel
-from tests.families.tiny import VOCAB, tiny_model
+from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import rows
 from tests.traces import Trace
@@ -173,6 +174,31 @@ def _more_axes(rank, shape, sharded):
 ])  # fmt: skip
 def test_beside_other_axes(shape, sharded):
     run_ranks(torch.Size(shape).numel(), _more_axes, shape, sharded, timeout=90.0)
+
+
+def _from_meta(rank):
+    mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("pp", "dp"))
+    reference = tiny_model("llama")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    model = _sharded(model, mesh)
+    windows = [_window(0, r) for r in range(MESH[1])]
+    mine = windows[mesh.get_local_rank("dp")]
+    with pytest.raises(PlanError, match="on meta"):
+        model.step(mine)
+    model.to_empty(device="cpu")
+    whole = dict(reference.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(distribute_tensor(whole[name].detach(), p.device_mesh, p.placements))
+    model.model.rotary_emb = copy.deepcopy(reference.model.rotary_emb)  # its buffers are not in a state dict
+    model.step(mine)
+    _one_process(reference, windows, [MESH[1] * _tokens(w) for w in windows])
+    _compare(_full(model, "grad"), reference, "grad", {})
+
+
+def test_cut_and_sharded_on_meta():
+    run_ranks(4, _from_meta)
 
 
 def _counts(rank, reshard):
