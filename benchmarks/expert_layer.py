@@ -99,9 +99,9 @@ def counted(run, rank: int) -> int:
     moved = [0]
     real_all, real_batch = dist.all_to_all_single, dist.batch_isend_irecv
 
-    def count_all(out, rows, sizes_out, sizes_in, group):
+    def count_all(out, rows, sizes_out, sizes_in, group, async_op):
         moved[0] += (sum(sizes_in) - sizes_in[rank]) * rows[0].numel() * rows.element_size()
-        return real_all(out, rows, sizes_out, sizes_in, group=group)
+        return real_all(out, rows, sizes_out, sizes_in, group=group, async_op=async_op)
 
     def count_batch(ops):
         moved[0] += sum(o.tensor.numel() * o.tensor.element_size() for o in ops if o.op is dist.isend)

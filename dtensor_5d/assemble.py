@@ -115,6 +115,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             same_tokens=mesh["tp"] if not sequence else None,
             lanes=mesh.lanes("ep"),
             store=store if staging is not None else None,
+            overlap=facts_for(str(getattr(model.config, "model_type", ""))).shared_after,
         )
     if mesh.degrees.tp > 1:
         tensor = apply_rules(model, decoder, plan.rules["tp"], mesh["tp"], sequence=sequence, stages=stages)

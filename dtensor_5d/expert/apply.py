@@ -18,12 +18,13 @@ __all__ = ["apply_rules"]
 
 def apply_rules(
     model: nn.Module, rules: Mapping[str, Any], mesh: DeviceMesh, *, dispatch: str, capacity: float | None,
-    same_tokens: DeviceMesh | None, lanes: int | None, store: WeightGradients | None = None,
+    same_tokens: DeviceMesh | None, lanes: int | None, store: WeightGradients | None = None, overlap: str = "",
 ) -> Problems:  # fmt: skip
     """Puts the experts of `model` on the ranks of `mesh` (ep, or ep x etp); rules passed `expert_violations`.
 
     same_tokens: the ranks that hold the same tokens. lanes: neighbouring ranks of ep that share a node; None: all.
-    store: where weight gradients wait. Returns where wrong routings are noted. A style of the user's says how tokens
+    store: where weight gradients wait. overlap: the child of the blocks around the experts that may run while tokens
+    travel, "" for none. Returns where wrong routings are noted. A style of the user's says how tokens
     travel; what it cannot know, the model's ranks and its `Run`, is given to a copy of it.
     """
     problems = Problems()
@@ -32,6 +33,10 @@ def apply_rules(
         capacity=capacity, ranks_per_node=lanes,
     )  # fmt: skip
     for name, style in styled_experts(model, rules).items():
-        made = (plain if isinstance(style, str) else style).bound(same_tokens, store, problems)
-        made._apply(model.get_submodule(name), mesh)
+        module, child = model.get_submodule(name), None
+        block = model.get_submodule(name.rpartition(".")[0])
+        if overlap and block._modules.get("experts") is module and block._modules.get(overlap) is not None:
+            module, child = block, overlap
+        made = (plain if isinstance(style, str) else style).bound(same_tokens, store, problems, child)
+        made._apply(module, mesh)
     return problems

@@ -69,9 +69,9 @@ def _style_violations(style: ExpertParallel, name: str, degrees: Degrees, option
             needs = f"the style has {own}={getattr(style, own)!r}, the plan {own}={said!r}: 1 of them must count"
             change = f"give {own} to the ExpertParallel, and leave the option {own} at its default"
             bad.append(Violation(asked, needs, change))
-    for given in ("same_tokens", "store", "problems"):
+    for given in ("same_tokens", "store", "problems", "overlap"):
         if getattr(style, given) is not None:
-            needs = f"{given} is what the model's own ranks and run are, in a plan"
+            needs = f"{given} is what the model's own ranks, run and family say, in a plan"
             bad.append(Violation(f"{asked} with {given}", needs, f"leave {given} at None"))
     lanes = style.ranks_per_node
     if style.dispatch == "two_step" and lanes and degrees.ep > 0 and degrees.ep % lanes:

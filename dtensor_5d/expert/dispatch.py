@@ -8,6 +8,14 @@
 Each is the other's transpose, so a layer moves its rows four times. The routing weights stay with the sender. Every
 backward enters its collective, also on a rank that sent or received nothing.
 
+What runs between posting and waiting of `dispatch` (its `meanwhile`) overlaps with the travel both ways: its nodes are
+made after the one that posts and before the one that waits, and autograd runs what is ready latest-made first.
+
+    forward     post | meanwhile | wait | experts | combine
+    backward                     combine | experts | post | meanwhile | wait
+
+Only there, not in `combine` too: what is computed once can hide one travel, and both are of the same rows.
+
 Letters: T tokens, K choices, P pairs sent, R rows received, M model size.
 """
 
@@ -23,31 +31,83 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dtensor_5d.expert.route import Route
-from dtensor_5d.expert.transport import Buffers, Transport
+from dtensor_5d.expert.transport import Buffers, Flight, Transport
 
 __all__ = ["combine", "dispatch", "plain_experts"]
 
 
-def dispatch(hidden: Tensor, route: Route, transport: Transport, buffers: Buffers) -> Tensor:
-    """The rows of this rank's experts: hidden [T, M] -> [R, M], laid out by local expert (`route.ends`)."""
-    rows: Tensor = _Dispatch.apply(hidden, route, transport, buffers)
+def dispatch(
+    hidden: Tensor, route: Route, transport: Transport, buffers: Buffers, meanwhile: Callable[[], None] | None = None
+) -> Tensor:
+    """The rows of this rank's experts: hidden [T, M] -> [R, M], laid out by local expert (`route.ends`).
+
+    meanwhile: what may run while they travel.
+    """
+    trip = _Trip(route, transport, buffers)
+    leaving = _Post.apply(hidden, trip)
+    if meanwhile is not None:
+        try:
+            meanwhile()
+        except BaseException:
+            trip.landed()  # messages must not write into memory that others have by then
+            raise
+    rows: Tensor = _Wait.apply(leaving, trip)
     return rows
 
 
-class _Dispatch(Function):
-    """Forward: x[r] = h[token of pair r], there. Backward: dh[t] = sum over its pairs of g, back."""
+class _Trip:
+    """What the two halves of a dispatch share: how rows travel, those on their way, and where gradients arrive."""
+
+    def __init__(self, route: Route, transport: Transport, buffers: Buffers) -> None:
+        self.route, self.transport, self.buffers = route, transport, buffers
+        self.flight: Flight | None = None
+
+        self.lent: Tensor | None = None
+
+    def landed(self) -> Tensor:
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        return flight.finish()
+
+
+class _Post(Function):
+    """Forward: the row of each pair, h[token], leaves. Backward: dh[t] = sum over its pairs of g, which has come back.
+
+    The result [0, M] only ties it to `_Wait`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, route: Route, transport: Transport, buffers: Buffers) -> Tensor:
-        ctx.route, ctx.transport, ctx.buffers = route, transport, buffers
-        return transport.there(hidden, route.token, route, buffers)
+    def forward(ctx: Any, hidden: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.flight = trip.transport.there(hidden, trip.route.token, trip.route, trip.buffers)
+        return hidden.new_empty(0, hidden.size(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch: (*grads: Any)
-        route: Route = ctx.route
-        out = ctx.buffers.rows("leaving", route.pair.numel(), g)
-        return _sum_by_token(ctx.transport.back(g, route, ctx.buffers, out), route, None), None, None, None
+        trip: _Trip = ctx.trip
+        summed = _sum_by_token(trip.landed(), trip.route, None)
+        lent, trip.lent = trip.lent, None
+        assert lent is not None
+        trip.buffers.take_back("leaving", lent)
+        return summed, None
+
+
+class _Wait(Function):
+    """Forward: the rows that came. Backward: their gradients leave."""
+
+    @staticmethod
+    def forward(ctx: Any, leaving: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.landed()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch: (*grads: Any)
+        trip: _Trip = ctx.trip
+        trip.lent = trip.buffers.lend("leaving", trip.route.pair.numel(), g)
+        trip.flight = trip.transport.back(g, trip.route, trip.buffers, trip.lent)
+        return g.new_empty(0, g.size(1)), None
 
 
 def combine(rows: Tensor, weights: Tensor | None, route: Route, transport: Transport, buffers: Buffers) -> Tensor:
@@ -64,7 +124,7 @@ class _Combine(Function):
         ctx: Any, rows: Tensor, weights: Tensor | None, route: Route, transport: Transport, buffers: Buffers
     ) -> Tensor:
         out = rows.new_empty(route.pair.numel(), rows.size(1))
-        returned = transport.back(rows, route, buffers, out)
+        returned = transport.back(rows, route, buffers, out).finish()
         ctx.save_for_backward(weights, returned if ctx.needs_input_grad[1] else None)
         ctx.route, ctx.transport, ctx.buffers = route, transport, buffers
         return _sum_by_token(returned, route, weights).to(rows.dtype)
@@ -74,7 +134,7 @@ class _Combine(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch: (*grads: Any)
         route: Route = ctx.route
         weights, returned = ctx.saved_tensors
-        rows = ctx.buffers.rows("leaving", route.pair.numel(), g)
+        rows = ctx.buffers.lend("leaving", route.pair.numel(), g)
         torch.index_select(g, 0, route.token, out=rows)
         dw = dy = None
         if ctx.needs_input_grad[1]:
@@ -84,7 +144,8 @@ class _Combine(Function):
         if ctx.needs_input_grad[0] and weights is not None:
             rows.mul_(weights.reshape(-1)[route.pair].unsqueeze(1).to(rows.dtype))
         if ctx.needs_input_grad[0]:
-            dy = ctx.transport.there(rows, None, route, ctx.buffers)
+            dy = ctx.transport.there(rows, None, route, ctx.buffers).finish()
+        ctx.buffers.take_back("leaving", rows)
         return dy, dw, None, None, None
 
 

@@ -5,7 +5,8 @@
 Only the experts' forward (tokens, indices, weights) is replaced: routers, shared experts and group-limited selection
 stay the model's own, so a family needs no code here. Where the experts take no indices (llama4), name the block around
 router and experts instead (`"model.layers.*.feed_forward"`). The ranks of the axis each have tokens of their own;
-expert gradients are sums over the tokens of all of them, and nothing averages (contracts C1, C6).
+expert gradients are sums over the tokens of all of them, and nothing averages (contracts C1, C6). With `overlap` name
+the block too: shared experts run while tokens travel (see `shared`).
 
 Letters: T tokens, K choices, E experts, M model size.
 """
@@ -28,6 +29,7 @@ from dtensor_5d.expert.keep import keep_routing
 from dtensor_5d.expert.place import check_experts, cut_experts
 from dtensor_5d.expert.problems import Problems
 from dtensor_5d.expert.route import told
+from dtensor_5d.expert.shared import Around, SharedExperts
 from dtensor_5d.expert.transport import TRANSPORTS, Buffers, Transport
 from dtensor_5d.expert.variants import AllGatherDispatch, AllToAllDispatch, Dispatch, TwoStepDispatch
 from dtensor_5d.ops import (
@@ -52,7 +54,9 @@ class ExpertParallel(ParallelStyle):
     the share of an equal load that an expert takes at most, the rest is dropped by rank and token; None drops nothing.
     ranks_per_node: neighbouring ranks of the axis that share a node, for two_step. same_tokens: an axis whose ranks
     hold the same tokens (tensor parallel): each sends its part of them. store: where weight gradients wait. problems:
-    where a wrong index or weight is noted; None: raised. In a plan same_tokens, store and problems are the model's.
+    where a wrong index or weight is noted; None: raised. overlap: a child of the named block (around `experts`), which
+    calls it after the experts and on its own input, e.g. "shared_experts" of deepseek_v3: it runs while tokens travel,
+    unless they do so by all_gather or a dispatch of your own. In a plan the last four are the model's.
 
     The mesh is that of ep, or ep x etp: then each expert is cut inside over etp, whose ranks take each other's tokens.
     One style for all layers shares the memory for rows on their way. Errors: PlanError for a dense module, experts that
@@ -63,7 +67,7 @@ class ExpertParallel(ParallelStyle):
         self, *, dispatch: str | Callable[[dist.ProcessGroup, int], Dispatch] = "all_to_all",
         transport: str | Transport = "auto", capacity: float | None = None, ranks_per_node: int | None = None,
         same_tokens: DeviceMesh | None = None, store: WeightGradients | None = None,
-        problems: Problems | None = None,
+        problems: Problems | None = None, overlap: str | None = None,
     ) -> None:  # fmt: skip
         bad = []
         if isinstance(dispatch, str) and dispatch not in DISPATCHES:
@@ -82,41 +86,45 @@ class ExpertParallel(ParallelStyle):
             raise PlanError(bad)
         self.dispatch, self.capacity, self.ranks_per_node = dispatch, capacity, ranks_per_node
         self.transport = TRANSPORTS[transport] if isinstance(transport, str) else transport
-        self.same_tokens, self.store, self.problems = same_tokens, store, problems
+        self.same_tokens, self.store, self.problems, self.overlap = same_tokens, store, problems, overlap
         self.buffers = Buffers()
         self._steps: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def bound(
-        self, same_tokens: DeviceMesh | None, store: WeightGradients | None, problems: Problems
+        self, same_tokens: DeviceMesh | None, store: WeightGradients | None, problems: Problems, overlap: str | None
     ) -> ExpertParallel:
         """This style with what a model in a `Run` gives it; shares the memory for rows on their way."""
         made = copy.copy(self)
-        made.same_tokens, made.store, made.problems = same_tokens, store, problems
+        made.same_tokens, made.store, made.problems, made.overlap = same_tokens, store, problems, overlap
         return made
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        experts, is_block = experts_in(module)
+        experts, is_block = experts_in(module if self.overlap is None else _child(module, "experts"))
         form = form_of(experts)
         count = check_experts(experts, form, device_mesh, type(experts).__name__)
-        bring = self._bring(device_mesh.get_group(0), count)
+        child = "shared_expert" if is_block else self.overlap
+        shared = None if child is None else SharedExperts(_child(module, child))
+        bring = self._bring(device_mesh.get_group(0), count, None if shared is None else shared.run)
         cut_experts(experts, form, device_mesh)
         inner = device_mesh.get_group(1) if device_mesh.ndim == 2 and device_mesh.size(1) > 1 else None
         experts.forward = _Routed(experts, form, bring, _group(self.same_tokens), inner, self.store)
-        if is_block:
-            module.forward = _ScaledInput(module)
+        if is_block and shared is not None:
+            module.forward = _ScaledInput(module, shared)
+        elif shared is not None:
+            module.forward = Around(module.forward, shared)
         return module
 
-    def _bring(self, group: dist.ProcessGroup, experts: int) -> Dispatch:
+    def _bring(self, group: dist.ProcessGroup, experts: int, meanwhile: Callable[[], None] | None) -> Dispatch:
         if not isinstance(self.dispatch, str):
             return self.dispatch(group, experts)
         transport, buffers, problems = self.transport, self.buffers, self.problems
         if self.dispatch == "all_gather":
             return AllGatherDispatch(group, experts, transport, buffers, self.capacity, problems)
         if self.dispatch == "all_to_all" or self.ranks_per_node is None:
-            return AllToAllDispatch(group, experts, transport, buffers, self.capacity, problems)
+            return AllToAllDispatch(group, experts, transport, buffers, self.capacity, problems, meanwhile)
         if group not in self._steps:
             self._steps[group] = _two_steps(group, self.ranks_per_node)
-        return TwoStepDispatch(group, *self._steps[group], experts, transport, buffers, problems)
+        return TwoStepDispatch(group, *self._steps[group], experts, transport, buffers, problems, meanwhile)
 
     def __repr__(self) -> str:
         # The same on all ranks: plans are compared by it.
@@ -180,8 +188,8 @@ class _ScaledInput:
     the chosen ones need run. Each pair becomes a token of its own with the weight 1.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, shared: SharedExperts) -> None:
+        self.block, self.shared = block, shared
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         block: Any = self.block
@@ -190,9 +198,11 @@ class _ScaledInput:
         index = logits.topk(block.top_k, dim=1).indices
         index, weights = keep_routing(index, scores.gather(1, index))
         scaled = (hidden.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1)
-        # By its call, not its forward: FSDP's hooks bring the experts' weights.
-        made = block.experts(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
-        return block.shared_expert(hidden) + made.view(*index.shape, -1).sum(1), logits
+        with self.shared.expected(hidden):
+            # By its call, not its forward: FSDP's hooks bring the experts' weights.
+            made = block.experts(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
+            out = block.shared_expert(hidden)
+        return out + made.view(*index.shape, -1).sum(1), logits
 
 
 def experts_in(module: nn.Module) -> tuple[nn.Module, bool]:
@@ -206,6 +216,16 @@ def experts_in(module: nn.Module) -> tuple[nn.Module, bool]:
                       "name the block around router and experts instead")
         )  # fmt: skip
     return module, False
+
+
+def _child(module: nn.Module, name: str) -> nn.Module:
+    child = module._modules.get(name)
+    if child is None:
+        raise PlanError(
+            Violation(f"ExpertParallel with overlap on {type(module).__name__}", f"must have a child {name!r}",
+                      "name the block around experts and shared experts, or leave overlap out")
+        )  # fmt: skip
+    return child
 
 
 def _two_steps(group: dist.ProcessGroup, lanes: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -8,7 +8,8 @@
 
 `compute(rows, ends)` makes of each row, sorted by local expert, what its expert makes of it. Routing weights are
 applied by the sender (all_to_all), the receiver (all_gather), or the rank of the same lane in the visited node
-(two_step).
+(two_step). `meanwhile` is called while rows are on their way to the experts (all_to_all), or across nodes (two_step);
+all_gather has none: its collectives are waited for at once.
 
 Letters: T tokens, K choices, M model size, E experts, N ranks of the group.
 """
@@ -52,12 +53,13 @@ class AllToAllDispatch:
     buffers: Buffers = field(default_factory=Buffers)
     capacity: float | None = None
     problems: Problems | None = None
+    meanwhile: Callable[[], None] | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         factor, experts = self.capacity, self.experts
         most = None if factor is None else lambda pairs: capacity_of(pairs, experts, factor)
         route = find_route(index, weights, experts, self.group, most=most, problems=self.problems)
-        rows = dispatch(hidden, route, self.transport, self.buffers)
+        rows = dispatch(hidden, route, self.transport, self.buffers, self.meanwhile)
         return combine(compute(rows, route.ends), weights, route, self.transport, self.buffers)
 
 
@@ -104,6 +106,7 @@ class TwoStepDispatch:
     transport: Transport = field(default_factory=Auto)
     buffers: Buffers = field(default_factory=Buffers)
     problems: Problems | None = None
+    meanwhile: Callable[[], None] | None = None
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         _, index = check_routing(index, weights, self.experts, self.group, self.problems)
@@ -113,10 +116,10 @@ class TwoStepDispatch:
         home = index // local
         visited.scatter_(1, home, home)
         out_and_back = find_route(visited, weights, nodes, self.across, skips=True, problems=self.problems)
-        tokens = dispatch(hidden, out_and_back, self.transport, self.buffers)
+        tokens = dispatch(hidden, out_and_back, self.transport, self.buffers, self.meanwhile)
         shares = dispatch(weights, out_and_back, self.transport, self.buffers)
         with torch.no_grad():
-            choices = self.transport.there(index, out_and_back.token, out_and_back, self.buffers)
+            choices = self.transport.there(index, out_and_back.token, out_and_back, self.buffers).finish()
         here = _own(choices, self.across.rank() * local, local)
         route = find_route(here, shares, local, self.inside, skips=True, problems=self.problems)
         rows = dispatch(tokens, route, self.transport, self.buffers)

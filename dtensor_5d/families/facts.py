@@ -25,6 +25,8 @@ class FamilyFacts:
     aux_loss: with `output_router_logits=True` the model returns an auxiliary loss that balances its experts.
     randomness: what makes training forwards random with the config's default chances: "module" for `nn.Dropout`,
         "functional" for dropout or router jitter inside a forward, which no module shows.
+    shared_after: the child of the block around the experts that runs after them, once and on the block's own input, so
+        that it can as well run while their tokens travel; "" for none (others run before, or on another tensor).
     verified: measured; False for a family that nobody looked at, whose other facts are then the cautious ones.
     """
 
@@ -33,6 +35,7 @@ class FamilyFacts:
     attention: tuple[str, ...]
     aux_loss: bool
     randomness: tuple[str, ...]
+    shared_after: str = ""
     verified: bool = True
 
 
@@ -64,16 +67,18 @@ _PLAIN = FamilyFacts(
 )
 _BALANCED = replace(_PLAIN, aux_loss=True)
 
+_SHARED_AFTER = replace(_PLAIN, shared_after="shared_experts")
+
 # Conv, mamba and linear-attention layers carry their state across the border of two documents.
 _STATEFUL = replace(_PLAIN, packs_by_position=False)
 
 _PLAIN_FAMILIES = (
-    "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "gemma",
-    "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gptj",
-    "granite", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama", "llama4_text", "ministral",
-    "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3",
-    "solar_open", "stablelm", "starcoder2",
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "glm", "glm4", "gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "internlm3", "llama", "llama4_text", "ministral", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+    "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
+_SHARED_AFTER_FAMILIES = ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "solar_open")
 _BALANCED_FAMILIES = (
     "ernie4_5_moe", "flex_olmo", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
     "qwen3_moe",
@@ -82,6 +87,7 @@ _BALANCED_FAMILIES = (
 FACTS: Mapping[str, FamilyFacts] = MappingProxyType(
     {
         **dict.fromkeys(_PLAIN_FAMILIES, _PLAIN),
+        **dict.fromkeys(_SHARED_AFTER_FAMILIES, _SHARED_AFTER),
         **dict.fromkeys(_BALANCED_FAMILIES, _BALANCED),
         **dict.fromkeys(("lfm2", "lfm2_moe", "qwen3_5_text"), _STATEFUL),
         **dict.fromkeys(("jamba", "minimax", "qwen3_next"), replace(_STATEFUL, aux_loss=True)),
@@ -97,7 +103,7 @@ FACTS: Mapping[str, FamilyFacts] = MappingProxyType(
         # A class of its own per implementation.
         "falcon": replace(_PLAIN, attention=("eager", "sdpa")),
         # The indexer reads the mask.
-        "deepseek_v32": replace(_PLAIN, attention=("eager", "sdpa")),
+        "deepseek_v32": replace(_SHARED_AFTER, attention=("eager", "sdpa")),
         "gpt2": replace(_PLAIN, randomness=("module",)),
         "gpt_bigcode": replace(_PLAIN, randomness=("module", "functional")),
         "phimoe": replace(_BALANCED, randomness=("functional",)),

@@ -26,6 +26,7 @@ def measure(name: str) -> FamilyFacts:
         attention=own + (("custom",) if _asks_the_interface(name) else ()),
         aux_loss=_has_aux_loss(name),
         randomness=_randomness(name),
+        shared_after=_shared_after(name),
     )
 
 
@@ -122,3 +123,30 @@ def _randomness(name: str) -> tuple[str, ...]:
     if not torch.equal(one, two):
         found.append("functional")
     return tuple(found)
+
+
+def _shared_after(name: str) -> str:
+    """The child with parameters that every block runs after its experts, on the tensor that the block got."""
+    model = tiny_model(name)
+    found = {block: "" for block, module in model.named_modules() if "experts" in dict(module.named_children())}
+    runs = []  # (block, child, what it got), in order
+
+    def note(block, child):
+        return lambda _module, args: runs.append((block, child, args))
+
+    for block in found:
+        module = model.get_submodule(block)
+        module.register_forward_pre_hook(note(block, ""))
+        for child, below in module.named_children():
+            if next(below.parameters(), None) is not None:
+                below.register_forward_pre_hook(note(block, child))
+    _logits(model, _tokens())
+    for block in found:
+        calls = [(child, args) for at, child, args in runs if at == block]
+        (_, given), order = calls[0], [child for child, _ in calls]
+        for child, args in calls[order.index("experts") + 1 :]:
+            if len(args) == len(given) == 1 and args[0] is given[0] and order.count(child) == 1:
+                found[block] = child
+    names = set(found.values()) or {""}
+    assert len(names) == 1, found
+    return names.pop()

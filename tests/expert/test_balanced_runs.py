@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from tests.families.tiny import tiny_config, tiny_model
 from tests.harness import fails_on_ranks, run_ranks
-from tests.parity import LR, Case, compare, padded, rows, train
+from tests.parity import Case, compare, padded, rows, train, train_alone
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_hidden_layers": 2}
 
@@ -26,26 +27,15 @@ def padded_rows(step, rank, vocab):
     return [batch | {"attention_mask": mask, "labels": batch["labels"].where(mask.bool(), -100)}]
 
 
-def _alone(model, case, micro):
-    """Cross entropy of all rows by all tokens; the auxiliary loss of each micro-batch of all data ranks."""
-    vocab = model.config.get_text_config().vocab_size
-    optim = torch.optim.SGD(model.parameters(), lr=LR)
-    steps = []
-    for step in range(3):
+def _of_all_ranks(case, micro):
+    """The case of one process with the micro-batches of all data ranks: an auxiliary loss is over each of them."""
+
+    def batches(step, _rank, vocab):
         own = [case.batches(step, rank, vocab)[0] for rank in range(case.degrees.data)]
-        tokens = sum(int((b["labels"][:, 1:] != -100).sum()) for b in own)
-        total = 0.0
-        for part in range(micro):
-            cut = {key: torch.cat([b[key].tensor_split(micro)[part] for b in own]) for key in own[0]}
-            loss = model(**cut, use_cache=False, num_items_in_batch=tokens).loss
-            loss.backward()
-            total += loss.item()
-        grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.cat([g.flatten().double() for g in grads.values() if g is not None]).norm().item()
-        steps.append({"loss": total, "grads": grads, "norm": norm})
-        optim.step()
-        optim.zero_grad()
-    return {"steps": steps, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+        cut = [{key: value.tensor_split(micro) for key, value in batch.items()} for batch in own]
+        return [{key: torch.cat([batch[key][part] for batch in cut]) for key in cut[0]} for part in range(micro)]
+
+    return replace(case, degrees=Degrees(), batches=batches)
 
 
 def _auxiliary(rank, case, micro):
@@ -54,10 +44,11 @@ def _auxiliary(rank, case, micro):
     plan = plan_for(model, case.degrees, microbatches=micro, **case.options)
     got = train(parallelize(model, plan, build_mesh(case.degrees, "cpu")), case)
     if reference is not None:
-        want = _alone(reference, case, micro)
+        alone = _of_all_ranks(case, micro)
+        want = train_alone(reference, alone)
         compare(got, want, case.tol)
         reference.config.output_router_logits = False
-        plain = _alone(reference, case, micro)
+        plain = train_alone(reference, alone)
         assert abs(plain["steps"][0]["loss"] - want["steps"][0]["loss"]) > 1e-3, "the auxiliary loss is no part of it"
 
 

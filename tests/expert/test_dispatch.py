@@ -147,10 +147,10 @@ def _bytes(rank, ranks):
     real_all, real_batch = dist.all_to_all_single, dist.batch_isend_irecv
     moved: list[tuple[int, int]] = []  # (peer in the world, bytes)
 
-    def count_all(out, rows, sizes_out, sizes_in, group):
+    def count_all(out, rows, sizes_out, sizes_in, group, async_op):
         peers = dist.get_process_group_ranks(group)
         moved.extend((p, n * rows[0].numel() * rows.element_size()) for p, n in zip(peers, sizes_in) if n and p != rank)
-        return real_all(out, rows, sizes_out, sizes_in, group=group)
+        return real_all(out, rows, sizes_out, sizes_in, group=group, async_op=async_op)
 
     def count_batch(ops):
         moved.extend((o.peer, o.tensor.numel() * o.tensor.element_size()) for o in ops if o.op is dist.isend)
@@ -203,6 +203,30 @@ def test_auto_chooses_by_the_mean_block():
 def test_rows_are_laid_out_by_expert_then_sender(received):
     lies = [(e, r, i) for r, row in enumerate(received) for e, n in enumerate(row) for i in range(n)]
     assert [lies[at] for at in by_expert(received).tolist()] == sorted(lies)
+
+
+def _at_once(rank, transport):
+    """A dispatch inside another one, and both again: neither writes into the memory that the other travels in."""
+    group, buffers = dist.group.WORLD, Buffers()
+    layers = [Layer(routing(kind, 2, seed)) for seed, kind in enumerate(("top3", "top2", "top1"))]
+    routes = [find_route(layer.index[rank], layer.weights[rank], EXPERTS, group) for layer in layers]
+    want = [dispatch(layer.hidden[rank], route, transport, Buffers()) for layer, route in zip(layers, routes)]
+    for _ in range(2):
+        got = {}
+
+        def send(at, got=got):
+            inner = (lambda: send(at + 1)) if at < 2 else None
+            got[at] = dispatch(layers[at].hidden[rank], routes[at], transport, buffers, inner)
+
+        with poisoned():
+            send(0)
+        for at, rows in enumerate(want):
+            torch.testing.assert_close(got[at], rows, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "direct"])
+def test_rows_on_their_way_keep_their_memory(transport):
+    run_ranks(2, _at_once, TRANSPORTS[transport])
 
 
 def test_frozen_parts_get_no_gradient_and_the_rest_does():

@@ -60,6 +60,8 @@ def test_without_the_axis_nothing_changes():
         ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel(dispatch="two_step", ranks_per_node=3)}}},
          "ranks_per_node=3 must divide ep=2"),
         ("qwen3_moe", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel(problems=Problems())}}}, "leave problems at"),
+        ("deepseek_v3", {}, EP2, {"rules": {"ep": {EXPERTS: ExpertParallel(overlap="shared_experts")}}},
+         "overlap is what the model's own ranks, run and family say"),
         ("qwen3_moe", {}, EP2, {"capacity": float("inf")}, "must be a finite factor"),
         *(("qwen3_moe", {}, EP2, {"rules": {"dp": {EXPERTS: style}}}, f"'{style}' for .*experts on the data axis")
           for style in ("root", "unit", "unit:all", "unit/2")),
