@@ -45,7 +45,7 @@ class SharedExperts:
     def run(self) -> None:
         """Makes the call now, once for each forward of the block."""
         x, self._input = self._input, None
-        if x is not None:
+        if x is not None and not x.is_inference():  # it does not tell whether it was changed
             out = self.module(x)
             self.module.__dict__[_CALL] = _Made(self.module, x, out)
 
@@ -55,11 +55,11 @@ class _Made:
 
     def __init__(self, module: nn.Module, x: Tensor, out: Any) -> None:
         self.module, self.x, self.out = module, x, out
-        self.version = _version(x)
+        self.version = x._version
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.module.__dict__.pop(_CALL, None)
-        same = len(args) == 1 and not kwargs and args[0] is self.x and _version(self.x) == self.version
+        same = len(args) == 1 and not kwargs and args[0] is self.x and self.x._version == self.version
         return self.out if same else self.module(*args, **kwargs)
 
 
@@ -72,8 +72,3 @@ class Around:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         with self.shared.expected(hidden_states):
             return self.forward(hidden_states, *args, **kwargs)
-
-
-def _version(x: Tensor) -> int:
-    """How often x was written into; inference tensors do not count that."""
-    return -1 if x.is_inference() else x._version
