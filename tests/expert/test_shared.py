@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_5d import Degrees, PlanError, build_mesh
 from dtensor_5d.expert import shared
 from dtensor_5d.expert.style import ExpertParallel
+from dtensor_5d.families.tensor import PROVED
 from tests.families.tiny import tiny_model
 from tests.harness import fails_on_ranks, run_ranks
 from tests.pairwise import pairwise
@@ -269,8 +270,16 @@ AXES = {
 }  # fmt: skip
 
 
+def _name(row):
+    return "-".join(getattr(value, "__name__", str(value)) for value in row.values())
+
+
+# llama4_text has no rules for tp.
+ROWS = [row for row in pairwise(AXES) if row["degrees"].tp == 1 or row["family"] in PROVED]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_every_pair_of_options(row):
     degrees = row["degrees"]
     options = {"recompute": row["recompute"], "dispatch": row["dispatch"]}
