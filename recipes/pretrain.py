@@ -23,20 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from dtensor_5d import Degrees, PlanError, Run, build_mesh, parallelize, plan_for
@@ -49,6 +42,9 @@ from dtensor_5d.loader import (
     tokenize,
     write_byte_tokenizer,
 )
+
+if TYPE_CHECKING:  # they import torchao, which talks before `pretrain` can ask it not to
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 AXES = ("--pp", "--dp-", "--cp", "--tp", "--ep", "--experts")
 
