@@ -4,7 +4,7 @@
 
 E 64, top-8, M 512, I 192, one shared expert of `--shared` times I, fp32, one thread a process, gloo. "limit": the layer
 without its shared experts, which is what a travel that hides them whole would leave. Ratios are medians over pairs of
-interleaved runs. On two cores the two processes leave no core to gloo's own threads, so little can be hidden there.
+interleaved runs. On two cores the two processes share them with gloo's threads, so little can be hidden there.
 """
 
 from __future__ import annotations
