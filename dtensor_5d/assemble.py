@@ -104,7 +104,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     stages = [range(decoder.n_layers)] if staging is None else [staging.cut.layers(v.number) for v in staging.views]
     tensor = experts = None
     store = WeightGradients()
-    apart = cuts_experts(mesh.degrees)
+    apart = cuts_experts(mesh.degrees, decoder)
     if apart:
         experts = apply_expert_rules(
             model,
@@ -112,7 +112,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             mesh["ep", "etp"] if mesh.degrees.etp > 1 else mesh["ep"],
             dispatch=options.dispatch,
             capacity=options.capacity,
-            same_tokens=mesh["tp"] if not sequence else None,
+            same_tokens=mesh["tp"],
+            # Tokens whose number tp does not divide stay whole, in a forward that is called by hand.
+            alike=lambda: tensor is None or not tensor.cut,
             lanes=mesh.lanes("ep"),
             store=store if staging is not None else None,
             overlap=facts_for(str(getattr(model.config, "model_type", ""))).shared_after,
@@ -151,10 +153,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
             [name for name in (*decoder.experts, *decoder.other_experts) if name in held],
             [name for name in decoder.routers if name in held],
             mesh["loss"].get_group(),
-            cut=mesh["tp"].get_group() if sequence and apart else None,
+            cut=mesh["tp"].get_group() if sequence else None,
             stages=mesh["pp"].get_group(),
             coefficient=auxiliary_coefficient(model),
-            copies=1 if apart else mesh.degrees.tp,
             scored={} if apart else scoring_routers(decoder, held),
         )
     rows = None
@@ -261,7 +262,7 @@ def _has_shards(degrees: Degrees, apart: bool) -> bool:
 
 def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Plan:
     """The plan with rules, where it was made without a model; checked where it was made for open degrees."""
-    apart = cuts_experts(mesh.degrees)
+    apart = cuts_experts(mesh.degrees, decoder)
     on = {"pp": mesh.degrees.pp > 1, "tp": mesh.degrees.tp > 1, "cp": mesh.degrees.cp > 1, "ep": apart}
     if not plan.rules or any(on[axis] and axis not in plan.rules for axis in on):
         rules = derive_rules(model, decoder, mesh.degrees, plan.options)
@@ -271,11 +272,11 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
         own, bad = by_name(plan.options.rules.get("tp", {}))
         bad += tensor_violations(
             model, decoder, plan.rules["tp"], mesh.degrees.tp, own=own,
-            sequence=cuts_tokens(decoder, plan.options), apart=apart, dtype=compute_dtype(plan.options.precision),
+            sequence=cuts_tokens(decoder, plan.options),
         )  # fmt: skip
     bad += context_violations(model, decoder, plan.rules["cp"], mesh.degrees, plan.options) if on["cp"] else []
     bad += expert_violations(model, plan.rules["ep"], mesh.degrees, plan.options) if apart else []
-    bad += apart_violations(model, decoder, plan.rules) if apart else []
+    bad += apart_violations(model, decoder, plan.rules, mesh.degrees) if apart else []
     bad += pipeline_violations(model, decoder, mesh.degrees, plan.options) if on["pp"] else []
     if bad:
         raise PlanError(bad)

@@ -26,9 +26,13 @@ EXPERT_STYLES: Mapping[str, str] = {
 }
 
 
-def cuts_experts(degrees: Degrees) -> bool:
-    """Whether the experts have ranks of their own (efsdp x ep x etp)."""
-    return degrees.ep > 1 or degrees.etp > 1
+def cuts_experts(degrees: Degrees, decoder: Decoder) -> bool:
+    """Whether the experts have ranks of their own (efsdp x ep x etp).
+
+    Beside tp they always have: its ranks each bring the experts their part of the tokens.
+    """
+    has_experts = bool(decoder.experts or decoder.other_experts)
+    return degrees.ep > 1 or degrees.etp > 1 or (degrees.tp != 1 and has_experts)
 
 
 def expert_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def expert_units(model: nn.Module, decoder: Decoder) -> list[str]:
 
 
 def apart_violations(
-    model: nn.Module, decoder: Decoder, rules: Mapping[str, Mapping[str, Any]]
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Mapping[str, Any]], degrees: Degrees
 ) -> list[Violation]:
     """Rules of other axes that speak of experts which have ranks of their own. rules: axis -> {pattern: style}."""
     experts = {*decoder.experts, *decoder.other_experts}
@@ -70,8 +74,9 @@ def apart_violations(
         around = name.startswith(layers) and any(e.startswith(name + ".") for e in experts)
         if style is None or not (around or name in experts or _inside(name, experts)):
             continue
-        needs = "ep or etp > 1 has the experts, and tokens go to them from the block around"
-        change = "leave the rule out, or use ep=1 and etp=1"
+        needs = "experts have ranks of their own (efsdp x ep x etp), and tokens go to them from the block around"
+        example = f" (etp={degrees.tp})" if degrees.tp > 1 and degrees.ep == degrees.etp == 1 else ""
+        change = f"leave the rule out; what cuts each expert inside is the degree etp{example}"
         found[Violation(f"style {style!r} for {_generic(name)} on the tensor axis", needs, change)] = None
     return list(found)
 
@@ -120,14 +125,14 @@ def auxiliary_violations(model: nn.Module, decoder: Decoder) -> list[Violation]:
 
 
 def own_input_rules(model: nn.Module, decoder: Decoder, is_cut: Any) -> dict[str, str]:
-    """What stands beside the experts, for the tensor axis, when the expert axis has the experts.
+    """What stands beside the experts, for the tensor axis.
 
         router, gates        "sequence": whole; under sequence parallelism on this rank's tokens, gradients summed
         shared experts       "block": its own input exchanged, its own output summed
 
     is_cut: of a module or parameter name, whether the tensor rules cut it.
     """
-    rules: dict[str, str] = {}
+    named: dict[str, list[str]] = {"sequence": [], "block": []}
     for experts in (*decoder.experts, *decoder.other_experts):
         parent = experts.rpartition(".")[0]
         for child, module in model.get_submodule(parent).named_children():
@@ -135,8 +140,9 @@ def own_input_rules(model: nn.Module, decoder: Decoder, is_cut: Any) -> dict[str
             if name == experts or not any(True for _ in module.parameters()):
                 continue
             inside = [n for n, _ in (*module.named_modules(prefix=name), *module.named_parameters(prefix=name))]
-            rules[name] = "block" if any(is_cut(n) for n in inside if n != name) else "sequence"
-    return rules
+            named["block" if any(is_cut(n) for n in inside if n != name) else "sequence"].append(name)
+    every = [name for name, _ in model.named_modules()]
+    return {pattern: style for style, names in named.items() for pattern in _patterns(names, every)}
 
 
 def _patterns(wanted: Sequence[str], names: Iterable[str]) -> list[str]:

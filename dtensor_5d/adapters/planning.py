@@ -17,7 +17,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.expert.check import expert_violations
 from dtensor_5d.options import Options
 from dtensor_5d.plan import Plan, built_violations, rule_violations
-from dtensor_5d.precision import compute_dtype, split_fp32
+from dtensor_5d.precision import split_fp32
 from dtensor_5d.tensor.check import tensor_violations
 from dtensor_5d.tensor.names import by_name
 
@@ -59,10 +59,10 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
     names["tp"] = [*modules, *(name for name, _ in model.named_parameters())]  # bare parameters have rules there
     bad = [v for axis, table in options.rules.items() for v in rule_violations(axis, table, names[axis])]
     own, unnamed = by_name(options.rules.get("tp", {}))
-    apart = cuts_experts(degrees)
+    apart = cuts_experts(degrees, decoder)
     if degrees.tp != 1:
         bad += unnamed
-        bad += family_violations(model, decoder, own, options.sequence_parallel, apart=apart)
+        bad += family_violations(model, decoder, own, options.sequence_parallel)
     if degrees.pp != 1:
         bad += pipeline_violations(model, decoder, degrees, options)
     if bad:
@@ -79,17 +79,14 @@ def derive_rules(model: nn.Module, decoder: Decoder, degrees: Degrees, options: 
         bad += expert_violations(model, rules["ep"], degrees, options)
     if degrees.tp != 1:
         sequence = cuts_tokens(decoder, options)
-        rules["tp"] = tensor_rules(model, decoder, own, sequence=sequence, apart=apart)
+        rules["tp"] = tensor_rules(model, decoder, own, sequence=sequence)
         if degrees.tp > 1:  # else known when the degrees are resolved
-            dtype = compute_dtype(options.precision)
-            bad += tensor_violations(
-                model, decoder, rules["tp"], degrees.tp, own=own, sequence=sequence, apart=apart, dtype=dtype
-            )
+            bad += tensor_violations(model, decoder, rules["tp"], degrees.tp, own=own, sequence=sequence)
     if degrees.cp != 1:
         rules["cp"] = context_rules(model, decoder, options.rules.get("cp", {}))
         bad += context_violations(model, decoder, rules["cp"], degrees, options)
     if apart:
-        bad += apart_violations(model, decoder, rules)
+        bad += apart_violations(model, decoder, rules, degrees)
     if bad:
         raise PlanError(bad)
     return rules

@@ -31,7 +31,6 @@ TENSOR_STYLES: Mapping[str, str] = {
     "embedding": "vocabulary cut",
     "head": "vocabulary cut",
     "block": "input exchanged once",
-    "block_sum": "input exchanged once, output summed once",
     "sum_output": "output summed once, of several parts",
     "replicate_sum": "whole, used on a part: gradient summed",
     "sequence": "whole, used on a part of the sequence: gradient summed",
@@ -49,13 +48,13 @@ _AROUND_ADAPTERS: Mapping[str, str] = {"row": "sum_output", "head": "head", "emb
 
 
 def family_violations(
-    model: nn.Module, decoder: Decoder, own: Mapping[str, Any], sequence: bool | None, *, apart: bool = False
+    model: nn.Module, decoder: Decoder, own: Mapping[str, Any], sequence: bool | None
 ) -> list[Violation]:
     """A family whose rules nobody has proved, unless the user has a word on every matrix in its layers; layers that
     cannot run on a part."""
     bad = []
     kind = _kind(model)
-    missing = [] if kind in PROVED else list(_without_a_word(model, decoder, own, apart))
+    missing = [] if kind in PROVED else list(_without_a_word(model, decoder, own))
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         asked = f"tp for the family {kind!r}, with no rule of yours for {', '.join(missing[:4])}{more}"
@@ -68,10 +67,10 @@ def family_violations(
     return bad
 
 
-def _without_a_word(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], apart: bool) -> dict[str, None]:
+def _without_a_word(model: nn.Module, decoder: Decoder, own: Mapping[str, Any]) -> dict[str, None]:
     """Patterns of the owners of matrices in the layers of which no rule of the user's speaks."""
     found: dict[str, None] = {}
-    experts = (*decoder.experts, *decoder.other_experts) if apart else ()
+    experts = (*decoder.experts, *decoder.other_experts)  # an axis of their own cuts them
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         if not name.startswith(decoder.layers + ".") or parameter.dim() < 2 or owner in experts:
@@ -94,12 +93,10 @@ def can_cut_tokens(decoder: Decoder) -> bool:
     return decoder.in_order
 
 
-def tensor_rules(
-    model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, sequence: bool, apart: bool = False
-) -> dict[str, Any]:
+def tensor_rules(model: nn.Module, decoder: Decoder, own: Mapping[str, Any], *, sequence: bool) -> dict[str, Any]:
     """Pattern of module or parameter names -> style. `own`: the user's, which go first.
 
-    apart: the experts are cut by an axis of their own, which takes the tokens as it finds them.
+    Experts have none: an axis of their own cuts them, which takes the tokens as it finds them.
     """
     head = f"{decoder.layers}.*."
     rules: dict[str, Any] = {decoder.embedding: "embedding"}
@@ -113,16 +110,13 @@ def tensor_rules(
     for suffix, added in TENSOR_RULES.get(_kind(model), {}).items():
         if any(matches(head + suffix, name) for name in names):
             rules[head + suffix] = added
-    rules |= {_generic(name): "replicate_sum" for name in decoder.routers}
     experts = (*decoder.experts, *decoder.other_experts)
-    if apart:
-        rules = {p: s for p, s in rules.items() if not any(_fits_into(p, name) for name in experts)}
+    rules = {p: s for p, s in rules.items() if not any(_fits_into(p, name) for name in experts)}
     rules |= {**_below_whole(own, names, rules, decoder), **own}
     adapters = _adapters(model, rules)
     rules |= adapters
-    blocks = _blocks(model, decoder, rules, sequence, () if apart else experts)
-    if apart:
-        blocks |= own_input_rules(model, decoder, lambda name: _cuts(rule_of(name, rules)))
+    blocks = _blocks(model, decoder, rules, sequence)
+    blocks |= own_input_rules(model, decoder, lambda name: _cuts(rule_of(name, rules)))
     rules |= {p: s for p, s in blocks.items() if p not in own and p not in adapters}
     return rules
 
@@ -182,15 +176,11 @@ def section_count(style: str) -> int:
     return int(style.partition("/")[2] or 2)
 
 
-def _blocks(
-    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool, mixed: Sequence[str]
-) -> dict[str, str]:
+def _blocks(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], sequence: bool) -> dict[str, str]:
     """Children of the layers that have cut weights inside; under sequence parallelism also those that have none, and
-    always those whose rules leave them whole.
-
-    mixed: experts that are cut here. Blocks around others are left out: what is in them has its own word.
+    always those whose rules leave them whole. Blocks around experts are left out: what is in them has its own word.
     """
-    around = {name.rpartition(".")[0] for name in (*decoder.experts, *decoder.other_experts)} if not mixed else set()
+    around = {name.rpartition(".")[0] for name in (*decoder.experts, *decoder.other_experts)}
     modules = dict(model.named_modules())
     found: dict[str, dict[int, str]] = {}
     for number in range(decoder.n_layers):
@@ -201,8 +191,7 @@ def _blocks(
                 continue
             inside = [n for n in _names(module, name) if n != name]
             if any(_cuts(rule_of(n, rules)) for n in inside):
-                experts = any(e == name or e.startswith(name + ".") for e in mixed)
-                found.setdefault(child, {})[number] = "block_sum" if experts else "block"
+                found.setdefault(child, {})[number] = "block"
             elif rule_of(name, rules) is not None or not any(True for _ in module.parameters()):
                 continue
             elif any(parameter.dim() > 1 for parameter in module.parameters()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,14 +18,15 @@ __all__ = ["apply_rules"]
 
 def apply_rules(
     model: nn.Module, rules: Mapping[str, Any], mesh: DeviceMesh, *, dispatch: str, capacity: float | None,
-    same_tokens: DeviceMesh | None, lanes: int | None, store: WeightGradients | None = None, overlap: str = "",
+    same_tokens: DeviceMesh | None, alike: Callable[[], bool], lanes: int | None,
+    store: WeightGradients | None = None, overlap: str = "",
 ) -> Problems:  # fmt: skip
     """Puts the experts of `model` on the ranks of `mesh` (ep, or ep x etp); rules passed `expert_violations`.
 
-    same_tokens: the ranks that hold the same tokens. lanes: neighbouring ranks of ep that share a node; None: all.
-    store: where weight gradients wait. overlap: the child of the blocks around the experts that may run while tokens
-    travel, "" for none. Returns where wrong routings are noted. A style of the user's says how tokens
-    travel; what it cannot know, the model's ranks and its `Run`, is given to a copy of it.
+    same_tokens: the ranks that hold the same tokens, in forwards of which `alike` says so. lanes: neighbouring ranks of
+    ep that share a node; None: all. store: where weight gradients wait. overlap: the child of the blocks around the
+    experts that may run while tokens travel, "" for none. Returns where wrong routings are noted. A style of the user's
+    says how tokens travel; what it cannot know, of the model's ranks and its `Run`, a copy of it gets.
     """
     problems = Problems()
     plain = ExpertParallel(
@@ -37,6 +38,6 @@ def apply_rules(
         block = model.get_submodule(name.rpartition(".")[0])
         if overlap and block._modules.get("experts") is module and block._modules.get(overlap) is not None:
             module, child = block, overlap
-        made = (plain if isinstance(style, str) else style).bound(same_tokens, store, problems, child)
+        made = (plain if isinstance(style, str) else style).bound(same_tokens, alike, store, problems, child)
         made._apply(module, mesh)
     return problems

@@ -35,7 +35,8 @@ def expert_violations(
 ) -> list[Violation]:
     """Everything that keeps `model` from having its experts on ep x etp ranks by these rules; layers are told once."""
     found: dict[Violation, None] = {}
-    asked = f"ep={degrees.ep}, etp={degrees.etp}"
+    alone = degrees.ep == degrees.etp == 1
+    asked = f"tp={degrees.tp}" if alone else f"ep={degrees.ep}, etp={degrees.etp}"
     styled = styled_experts(model, rules)
     for name, style in styled.items():
         generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -93,7 +93,7 @@ def form_of(experts: nn.Module, name: str = "the experts") -> ExpertForm:
             Violation(
                 f"ExpertParallel on {name} ({type(experts).__name__}) with {strange}",
                 f"all parts must belong to one expert each; known are {list(form.parameters)}",
-                "use ep=1 for this family",
+                "use ep=1, etp=1 and tp=1 for this family",
             )
         )
     return form

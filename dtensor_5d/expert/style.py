@@ -87,15 +87,21 @@ class ExpertParallel(ParallelStyle):
         self.dispatch, self.capacity, self.ranks_per_node = dispatch, capacity, ranks_per_node
         self.transport = TRANSPORTS[transport] if isinstance(transport, str) else transport
         self.same_tokens, self.store, self.problems, self.overlap = same_tokens, store, problems, overlap
+        self._alike: Callable[[], bool] | None = None
         self.buffers = Buffers()
         self._steps: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def bound(
-        self, same_tokens: DeviceMesh | None, store: WeightGradients | None, problems: Problems, overlap: str | None
-    ) -> ExpertParallel:
-        """This style with what a model in a `Run` gives it; shares the memory for rows on their way."""
+        self, same_tokens: DeviceMesh | None, alike: Callable[[], bool], store: WeightGradients | None,
+        problems: Problems, overlap: str | None,
+    ) -> ExpertParallel:  # fmt: skip
+        """This style with what a model in a `Run` gives it; shares the memory for rows on their way.
+
+        alike: whether the ranks of same_tokens do hold the same ones in this forward.
+        """
         made = copy.copy(self)
         made.same_tokens, made.store, made.problems, made.overlap = same_tokens, store, problems, overlap
+        made._alike = alike
         return made
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -107,7 +113,7 @@ class ExpertParallel(ParallelStyle):
         bring = self._bring(device_mesh.get_group(0), count, None if shared is None else shared.run)
         cut_experts(experts, form, device_mesh)
         inner = device_mesh.get_group(1) if device_mesh.ndim == 2 and device_mesh.size(1) > 1 else None
-        experts.forward = _Routed(experts, form, bring, _group(self.same_tokens), inner, self.store)
+        experts.forward = _Routed(experts, form, bring, _group(self.same_tokens), self._alike, inner, self.store)
         if is_block and shared is not None:
             module.forward = _ScaledInput(module, shared)
         elif shared is not None:
@@ -140,21 +146,22 @@ def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 class _Routed:
     """The experts' forward: tokens, indices and weights of this rank -> what the experts of all ranks make of them.
 
-    shared: ranks that hold the same tokens. inner: ranks that hold a part of each of the same experts.
+    shared: ranks that hold the same tokens, where `alike` says so (None: always). inner: ranks that hold a part of each
+    of the same experts.
     """
 
     def __init__(
         self, experts: nn.Module, form: ExpertForm, bring: Dispatch, shared: dist.ProcessGroup | None,
-        inner: dist.ProcessGroup | None, store: WeightGradients | None,
+        alike: Callable[[], bool] | None, inner: dist.ProcessGroup | None, store: WeightGradients | None,
     ) -> None:  # fmt: skip
         self.experts, self.form, self.bring, self.store = experts, form, bring, store
-        self.shared, self.inner = shared, inner
+        self.shared, self.alike, self.inner = shared, alike, inner
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden [.., M], index [.., K], weights [.., K] -> like hidden."""
         hidden, choices = hidden_states.reshape(-1, hidden_states.size(-1)), top_k_index.size(-1)
         index, weights = keep_routing(top_k_index.reshape(-1, choices), top_k_weights.reshape(-1, choices))
-        group, sizes = self.shared, None
+        group, sizes = self.shared if self.alike is None or self.alike() else None, None
         if group is not None:
             sizes = _parts(hidden.size(0), group.size())
             hidden = split_all_gather(hidden, group, 0, sizes)

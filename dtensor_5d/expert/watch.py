@@ -44,18 +44,17 @@ class RouterWatch:
 
     experts, routers: names, those of this rank. data: the ranks that read other tokens. cut: those over which the
     tokens of a row are cut (sequence parallelism around the experts). stages: those that have other layers.
-    coefficient: of the auxiliary loss, None for none. copies: how many ranks go backward through the same tokens and
-    have their gradients summed. scored: experts that take no indices (llama4, with no ranks of their own) -> the
-    router beside them, which says what their tokens chose; "" where there is none.
+    coefficient: of the auxiliary loss, None for none. scored: experts that take no indices (llama4, with no ranks of
+    their own) -> the router beside them, which says what their tokens chose; "" where there is none.
     """
 
     def __init__(
         self, model: nn.Module, experts: Sequence[str], routers: Sequence[str], data: dist.ProcessGroup,
         *, cut: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None,
-        coefficient: float | None = None, copies: int = 1, scored: Mapping[str, str] | None = None,
+        coefficient: float | None = None, scored: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.coefficient = coefficient
-        self._model, self._data, self._cut, self._copies = model, data, cut, copies
+        self._model, self._data, self._cut = model, data, cut
         self._stages = stages
         self._groups = [group for group in (data, cut) if group is not None and group.size() > 1]
         self._mask = torch.zeros(0, dtype=torch.bool)  # [T], of the micro-batch that is watched
@@ -110,7 +109,7 @@ class RouterWatch:
         """The part that these layers have in the auxiliary loss of all layers, which `counts` counts."""
         assert self.coefficient is not None
         loss = balancing_loss(own, counts) * self.coefficient
-        return Auxiliary(loss / self._copies, loss.detach() / self._data.size())
+        return Auxiliary(loss, loss.detach() / self._data.size())
 
     def load(self) -> dict[str, Tensor]:
         """Experts module -> [E] int64: tokens of the last window that chose each expert, of all ranks. Collective.

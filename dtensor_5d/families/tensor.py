@@ -64,7 +64,7 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "olmoe": _NORMED,
         "flex_olmo": _NORMED,
         "minimax_m2": _NORMED,
-        "qwen2_moe": {**_shared("shared_expert"), "mlp.shared_expert_gate": "replicate_sum"},
+        "qwen2_moe": _shared("shared_expert"),
         "deepseek_v2": _LATENT,
         "deepseek_v3": _LATENT,
         "glm4_moe_lite": {**_LATENT, **_shared("shared_experts")},
@@ -76,15 +76,7 @@ TENSOR_RULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "phi": {"self_attn.q_layernorm": "replicate_sum", "self_attn.k_layernorm": "replicate_sum"},
         "glm4_moe": {"self_attn.q_norm": "replicate_sum", "self_attn.k_norm": "replicate_sum"},
         "apertus": {"mlp.act_fn": "replicate_sum"},  # an activation with weights
-        # Gate and up alternate along the last dim, so a contiguous half has whole pairs.
-        "gpt_oss": {
-            **_QKV,
-            "self_attn.sinks": "cut/0",
-            "mlp.experts.gate_up_proj": "cut/2",
-            "mlp.experts.gate_up_proj_bias": "cut/1",
-            "mlp.experts.down_proj": "cut/1",
-            "mlp.experts.down_proj_bias": "once",
-        },
+        "gpt_oss": {**_QKV, "self_attn.sinks": "cut/0"},
     }
 )
 

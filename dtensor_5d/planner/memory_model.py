@@ -103,12 +103,17 @@ def _widths(shape: ModelShape, plan: Plan, optimizer_numbers: int) -> Widths:
     stored = shape.bytes_per_number if precision is None else 4
     if precision in ("bf16", "fp16"):
         return Widths(2, 4, 4, 4 * optimizer_numbers)
-    return Widths(0 if _is_plain(plan) else stored, stored, 0, stored * optimizer_numbers, shard=stored)
+    return Widths(0 if _is_plain(shape, plan) else stored, stored, 0, stored * optimizer_numbers, shard=stored)
 
 
-def _is_plain(plan: Plan) -> bool:
-    """Whether parameters are computed with as they are stored: nothing to gather and nothing to cast."""
-    return plan.degrees.fsdp * plan.degrees.dp_replicate == 1 and plan.options.precision in (None, "fp32")
+def _is_plain(shape: ModelShape, plan: Plan) -> bool:
+    """Whether parameters are computed with as they are stored: nothing to gather and nothing to cast.
+
+    Experts are left to other ranks than the rest (all those of tp, where ep and etp do not cut them).
+    """
+    degrees = plan.degrees
+    experts = degrees.efsdp if any(layer.experts for layer in shape.layers) else 1
+    return degrees.fsdp * degrees.dp_replicate * experts == 1 and plan.options.precision in (None, "fp32")
 
 
 def _state(shape: ModelShape, plan: Plan, stages: tuple[Stage, ...], widths: Widths) -> list[dict[str, int]]:
@@ -192,14 +197,15 @@ def _unit_terms(
 ) -> tuple[int, int, int]:
     """Bytes of gathered parameters; of the largest unit's gradients as backward makes them; of the copy in the dtype of
     the master that the reduction sends."""
-    if _is_plain(plan):
+    if _is_plain(shape, plan):
         return 0, 0, 0
     prefix = f"{shape.recipe.root}.{shape.recipe.layers}."
     rules = plan.rules.get("dp", {})
     units = [u for stage in stages for u in units_of_stage(stage, rules, plan.degrees, shape.tied, prefix)]
-    largest = max((u.numel for u in units), default=0)
-    alone = plan.degrees.fsdp * plan.degrees.dp_replicate == 1
-    gradients, reduce_buffer = largest * widths.compute, 0 if alone else largest * widths.gradient
+    degrees = plan.degrees
+    gradients = max((u.numel for u in units), default=0) * widths.compute
+    reduced = [u for u in units if (degrees.efsdp if u.is_experts else degrees.fsdp) * degrees.dp_replicate > 1]
+    reduce_buffer = max((u.numel for u in reduced), default=0) * widths.gradient
     if plan.options.zero < 3:
         return whole_copy, gradients, reduce_buffer
     if plan.options.regather == "window":

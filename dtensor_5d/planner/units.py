@@ -17,12 +17,15 @@ __all__ = ["Unit", "units_of_stage"]
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit: numbers it has once gathered, and whether it stays gathered from forward to backward."""
+    """One unit: numbers it has once gathered, and whether it stays gathered from forward to backward.
+
+    is_experts: it lies over the ranks that the expert axes leave (efsdp).
+    """
 
     name: str
     numel: int
     stays: bool
-    is_layer: bool
+    is_experts: bool
 
 
 def units_of_stage(
@@ -40,7 +43,7 @@ def units_of_stage(
             name,
             whole_numel(params, degrees),
             stays=name == "root" or any(p.part == "head" for p in params),
-            is_layer=name.startswith(layer_prefix),
+            is_experts=all(p.is_expert for p in params),
         )
         for name, params in groups.items()
     )

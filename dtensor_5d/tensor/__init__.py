@@ -5,7 +5,6 @@ The styles work alone, with torch's `parallelize_module`; `apply.py` puts them w
 
 from dtensor_5d.tensor.style import (
     BlockInput,
-    BlockOutput,
     ColwiseParallel,
     CutParameters,
     HeadParallel,
@@ -19,7 +18,6 @@ from dtensor_5d.tensor.style import (
 )
 
 __all__ = [
-    "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
-    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters",
-    "WholeTokens",
+    "BlockInput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
+    "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters", "WholeTokens",
 ]  # fmt: skip

@@ -21,7 +21,6 @@ from dtensor_5d.tensor.sequence import cut_between
 from dtensor_5d.tensor.state import TensorState
 from dtensor_5d.tensor.style import (
     BlockInput,
-    BlockOutput,
     ColwiseParallel,
     CutParameters,
     HeadParallel,
@@ -68,8 +67,8 @@ def apply_rules(
         given = [styled.get(n) for n in outer]
         if any(stands_whole(n, styled, decoder.layers) for n in outer):
             continue  # computed alike on all ranks: nothing is summed in there
-        in_block = "block" in given or "block_sum" in given or "head" in given
-        place = _Place(in_block, "block_sum" in given or "sum_output" in given)
+        in_block = "block" in given or "head" in given
+        place = _Place(in_block, "sum_output" in given)
         if style == "block" and in_block:
             continue  # what is around it has exchanged its input already
         if stands_whole(name, styled, decoder.layers):
@@ -77,10 +76,10 @@ def apply_rules(
         made = _style_of(style, name, styled, place, heads, grouped, state)
         if made is not None:
             made._apply(modules[name], mesh)
-        if style in ("block", "block_sum"):
+        if style == "block":
             _local_heads(modules[name], [styled.get(n) for n in styled if n.startswith(name + ".")], heads, mesh.size())
     _bare_parameters(model, modules, rules, mesh, state)
-    inner = tuple(f"{name}." for name, style in styled.items() if style in ("block", "block_sum"))
+    inner = tuple(f"{name}." for name, style in styled.items() if style == "block")
     inner += (f"{decoder.layers}.",) if sequence else ()
     state.whole_outputs = frozenset(n for n in modules if n and not n.startswith(inner)) - {decoder.head}
     if sequence:
@@ -119,8 +118,6 @@ def _style_of(
         return BlockInput(row=ends[0][len(name) + 1 :] if len(ends) == 1 else None, state=state)
     if style == "sum_output":
         return None if place.summed else SumOutput(state=state)
-    if style == "block_sum":
-        return BlockOutput(name=name, state=state)
     if style == "replicate_sum":
         return WholeParameters(state)
     if style == "sequence":
@@ -134,7 +131,7 @@ def _style_of(
 def _bare_parameters(
     model: nn.Module, modules: Mapping[str, nn.Module], rules: Mapping[str, Any], mesh: DeviceMesh, state: TensorState
 ) -> None:
-    """Parameters that have a rule of their own: fused experts, attention sinks."""
+    """Parameters that have a rule of their own: attention sinks."""
     for owner, module in modules.items():
         dims: dict[str, int | tuple[int, int] | None] = {}
         for leaf, parameter in module._parameters.items():

@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.adapters.tensor_rules import TENSOR_STYLES, rule_of, section_count
 from dtensor_5d.errors import Violation
 from dtensor_5d.families.tensor import REFUSED_SETTINGS
-from dtensor_5d.tensor.grouped import grouped_violations
 from dtensor_5d.tensor.heads import Heads, heads_of
 from dtensor_5d.tensor.zones import changed_violations, tie_violations, zone_violations
 
@@ -25,12 +23,10 @@ _BY_KV_HEADS = ("column_kv", "qkv", "norm_column_kv")
 
 def tensor_violations(
     model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], tp: int, *, own: Mapping[str, Any], sequence: bool,
-    apart: bool, dtype: torch.dtype | None,
 ) -> list[Violation]:  # fmt: skip
     """Everything that keeps `model` from being cut over `tp` ranks by these rules; layers are told once.
 
-    own: the rules that the user gave. sequence: the tokens are cut as well. apart: an axis of their own has the
-    experts. dtype: of computing, None: as stored.
+    own: the rules that the user gave. sequence: the tokens are cut as well.
     """
     found: dict[Violation, None] = {}
     for v in (*_unknown_styles(rules), *_head_violations(model, rules, tp), *_setting_violations(model, tp)):
@@ -52,10 +48,8 @@ def tensor_violations(
     found |= dict.fromkeys(_uncovered(model, decoder, rules))
     changed = dict.fromkeys(changed_violations(model, decoder, rules, own, tp))
     # What stands for another rule than the proved one says so, and not what that rule would need.
-    found |= changed or dict.fromkeys(zone_violations(model, decoder, rules, sequence=sequence, apart=apart))
+    found |= changed or dict.fromkeys(zone_violations(model, decoder, rules, sequence=sequence))
     found |= dict.fromkeys(tie_violations(decoder, rules))
-    if not found:
-        found |= dict.fromkeys(grouped_violations(model, decoder, rules, tp, dtype))
     return list(found)
 
 
@@ -188,7 +182,7 @@ def _uncovered(model: nn.Module, decoder: Decoder, rules: Mapping[str, Any]) -> 
             continue
         pieces = name.split(".")
         around = [styled.get(".".join(pieces[:i])) for i in range(1, len(pieces))]
-        blocks = [i for i, style in enumerate(around) if style in ("block", "block_sum")]
+        blocks = [i for i, style in enumerate(around) if style == "block"]
         if blocks and all(style is None for style in around[blocks[0] + 1 :] if style != "block"):
             asked = f"{_generic(name)}, which no rule speaks of"
             needs = "every parameter beside cut ones is cut as well, or whole with its gradient summed"

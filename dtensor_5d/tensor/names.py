@@ -8,7 +8,6 @@ from typing import Any
 from dtensor_5d.errors import Violation
 from dtensor_5d.tensor.style import (
     BlockInput,
-    BlockOutput,
     ColwiseParallel,
     HeadParallel,
     NormParallel,
@@ -28,7 +27,6 @@ _NAMES: Mapping[type, Callable[[Any], str | None]] = {
     VocabularyEmbedding: lambda _: "embedding",
     HeadParallel: lambda _: "head",
     BlockInput: lambda _: "block",
-    BlockOutput: lambda _: "block_sum",
     SumOutput: lambda _: "sum_output",
     WholeParameters: lambda _: "replicate_sum",
     SequenceParallel: lambda _: "sequence",

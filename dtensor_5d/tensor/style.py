@@ -37,7 +37,7 @@ from dtensor_5d.tensor.sequence import into_block, into_whole, out_of_block, out
 from dtensor_5d.tensor.state import TensorState
 
 __all__ = [
-    "BlockInput", "BlockOutput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
+    "BlockInput", "ColwiseParallel", "CutParameters", "HeadParallel", "NormParallel", "RowwiseParallel",
     "SequenceParallel", "SumOutput", "VocabularyEmbedding", "WholeParameters", "WholeTokens",
 ]  # fmt: skip
 
@@ -110,7 +110,7 @@ class RowwiseParallel(_Style):
 
 
 class CutParameters(_Style):
-    """Bare parameters of a module whose own forward computes with local ones: attention sinks, fused experts.
+    """Bare parameters of a module whose own forward computes with local ones: attention sinks.
 
     dims: parameter -> the dim to cut, or (dim, number of equal sections along it), or None: the same on all ranks, and
     added once (a bias of summed outputs).
@@ -276,37 +276,6 @@ class SumOutput(_Style):
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
         interposed(module).after.append(map_output(lambda y: out_of_block(y, state)))
-
-
-class BlockOutput(_Style):
-    """A mixture of experts: input exchanged once for router, experts and shared experts, output summed once.
-
-    Every rank routes the same tokens in the same way, so what a router draws (jitter) is the same on all of them.
-    name: tells its numbers from those of other blocks.
-    """
-
-    def __init__(self, *, name: str = "", state: TensorState | None = None) -> None:
-        super().__init__(state)
-        self.name = name
-
-    def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
-        saved: list[SavedStream] = []
-
-        def enter(x: Tensor) -> Tensor:
-            y = into_block(x, state)
-            if not (state.draws and module.training):
-                return y
-            if state.cut:
-                saved.append(switch_stream(x.device, "router", state.seed, self.name))
-            return y.clone()  # jitter writes into its input, which autograd forbids in a view
-
-        def leave(y: Tensor) -> Tensor:
-            if saved:
-                saved.pop().restore()
-            return out_of_block(y, state)
-
-        interposed(module).before.append(map_hidden(enter))
-        interposed(module).after.append(map_output(leave))
 
 
 def _vocabulary_part(size: int, state: TensorState) -> tuple[int, int]:

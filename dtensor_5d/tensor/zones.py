@@ -24,7 +24,7 @@ from dtensor_5d.tensor.heads import heads_of
 
 __all__ = ["around", "changed_violations", "is_cut", "stands_whole", "tie_violations", "zone_violations"]
 
-_IN_LAYER = ("block", "block_sum", "sum_output", "sequence", "whole", "replicate", "column", "packed_column", "row")
+_IN_LAYER = ("block", "sum_output", "sequence", "whole", "replicate", "column", "packed_column", "row")
 _IN_BLOCK = (
     "column", "column_kv", "packed_column", "qkv", "row", "norm_column", "norm_column_kv", "block", "sum_output",
     "replicate_sum", "cut", "once",
@@ -44,7 +44,7 @@ def stands_whole(name: str, styles: Mapping[str, Any], layers: str) -> bool:
 
 
 def zone_violations(
-    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], *, sequence: bool, apart: bool
+    model: nn.Module, decoder: Decoder, rules: Mapping[str, Any], *, sequence: bool
 ) -> Iterator[Violation]:
     """Styles that have no meaning where they stand, and parameters of which nothing says what happens to them."""
     modules = dict(model.named_modules())
@@ -63,20 +63,16 @@ def zone_violations(
         kind, owner, first = style.partition("/")[0], name.rpartition(".")[0], cuts.get(name)
         if first is not None and not is_cut(style) and name.startswith(decoder.layers + "."):
             change = f"leave it out, or give 'replicate' to {_generic(first)} and every matrix beside it"
-            yield _misplaced(name, style, f"around {_generic(first)}, which is cut", change, ("block", "block_sum"))
-        elif kind == "block" and any(e.startswith(name + ".") and e in cuts for e in experts):
-            yield _misplaced(name, style, "around experts that do not sum", "use 'block_sum'", ("block_sum",))
+            yield _misplaced(name, style, f"around {_generic(first)}, which is cut", change, ("block",))
         elif kind == "sequence" and _depth(name, decoder.layers) == 2 and name in modules and any(
             p.dim() > 1 for p in modules[name].parameters()
         ):
             yield _misplaced(name, style, "that may mix tokens", "use 'replicate': it gets all tokens", ("replicate",))
-        elif name in parameters and is_cut(style) and is_cut(styles[owner]) and "block" not in styles[owner]:
+        elif name in parameters and is_cut(style) and is_cut(styles[owner]) and styles[owner] != "block":
             yield _misplaced(name, style, f"beside {styles[owner]!r} for {_generic(owner)}", "give one of the two", ())
-        elif style == "cut/0" and owner in experts:
-            yield _misplaced(name, style, "on whole experts", "give the axis ep a degree", ())
     for name in parameters if sequence else ():
         within = around(name)
-        if apart and experts.intersection(within):
+        if experts.intersection(within):
             continue  # an axis of their own sums there
         if name.startswith(decoder.layers + ".") and all(styles.get(n) is None for n in (name, *within)):
             asked = f"{_generic(name)} under sequence parallelism, where each rank has a part of the tokens"
@@ -102,7 +98,7 @@ def _place_violations(
         if kind not in _IN_WHOLE:
             yield _misplaced(name, style, "inside a module that stays whole", "give 'replicate' to all of it",
                              ("replicate",))  # fmt: skip
-    elif "block" in given or "block_sum" in given:
+    elif "block" in given:
         if kind not in _IN_BLOCK:
             change = "use 'replicate_sum', or 'replicate' for every matrix of the block"
             yield _misplaced(name, style, "in a block, where each rank computes a summand", change, _IN_BLOCK)

@@ -22,8 +22,8 @@ def test_a_plan_shows_what_happens_to_experts_and_what_is_beside_them():
     assert plan.rules["dp"]["model.layers.*.mlp.experts"] == "experts"
     tp = plan.rules["tp"]
     assert not any(".experts" in pattern for pattern in tp)
-    assert tp["model.layers.0.mlp.gate"] == tp["model.layers.0.mlp.shared_expert_gate"] == "sequence"
-    assert tp["model.layers.0.mlp.shared_expert"] == "block"
+    assert tp["model.layers.*.mlp.gate"] == tp["model.layers.*.mlp.shared_expert_gate"] == "sequence"
+    assert tp["model.layers.*.mlp.shared_expert"] == "block"
     assert type(plan).from_json(plan.to_json()) == plan
     assert "dispatch" in str(plan)
 
@@ -34,9 +34,13 @@ def test_blocks_are_named_where_experts_take_no_indices():
     assert {p for p, s in plan.rules["dp"].items() if s == "experts"} == {"model.layers.*.feed_forward.experts"}
 
 
-def test_without_the_axis_nothing_changes():
+def test_without_the_axis_experts_have_ranks_of_their_own_beside_tp_only():
+    """C6: with ep = etp = 1 they are whole on every rank, sharded over dp_shard x cp x tp as units of their own."""
     plan = plan_for(tiny_config("qwen3_moe"), Degrees(dp_shard=2, tp=2))
-    assert "ep" not in plan.rules and plan.rules["tp"]["model.layers.*.mlp"] == "block_sum"
+    assert plan.rules["ep"] == {EXPERTS: "dispatch"} and plan.rules["dp"][EXPERTS] == "experts"
+    assert not any(".experts" in pattern or pattern == "model.layers.*.mlp" for pattern in plan.rules["tp"])
+    plan = plan_for(tiny_config("qwen3_moe"), Degrees(dp_shard=2, cp=2))
+    assert "ep" not in plan.rules and "experts" not in plan.rules["dp"].values()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_without_the_axis_nothing_changes():
         ("qwen3_moe", {}, EP2, {"rules": {"dp": {"model.layers.*.self_attn": "experts"}}}, "use 'unit'"),
         *(("qwen3_moe", {}, Degrees(tp=2, ep=2), {"rules": {"tp": {name: style}}}, f"{style}.* on the tensor axis")
           for name, style in ((EXPERTS + ".gate_up_proj", "packed_column/1/2"), (EXPERTS, "replicate"),
-                              ("model.layers.*.mlp", "block_sum"), ("model.layers.*.mlp", "replicate"))),
+                              ("model.layers.*.mlp", "block"), ("model.layers.*.mlp", "replicate"))),
         ("qwen3_moe", {}, Degrees(dp_shard=2), {"rules": {"ep": {"model.layers.*.mlp.experts": "dispatch"}}},
          "rules for ep with ep=1"),
     ],
@@ -119,6 +123,8 @@ def test_where_experts_lie():
         "gate_up_proj": Shard(2), "gate_up_proj_bias": Shard(1), "down_proj": Shard(1), "down_proj_bias": Replicate(),
     }  # fmt: skip
     assert all(placements[1] == Shard(0) for _, placements, _ in found.values())
+    (found, *_) = run_ranks(4, _placements, Degrees(dp_shard=2, tp=2), "qwen3_moe")
+    assert {(mesh, shape[0]) for mesh, _, shape in found.values()} == {(("efsdp", "ep"), 2)}  # 8 experts on 4 ranks
     (found, *_) = run_ranks(4, _placements, Degrees(dp_replicate=2, dp_shard=2, ep=2), "qwen3_moe")
     for mesh, placements, shape in found.values():
         assert mesh == ("dp_replicate", "efsdp", "ep") and placements[0] == Replicate() and shape[0] == 4

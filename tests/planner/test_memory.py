@@ -53,6 +53,9 @@ def _bytes_on_rank(rank, name, degrees, options, dtype):
     ("llama", dict(dp_shard=4), dict(precision="bf16"), torch.float32),
     ("qwen3_moe", dict(dp_shard=2, dp_replicate=2), dict(zero=2), torch.float32),
     ("gpt2", dict(dp_shard=4), dict(zero=1), torch.bfloat16),
+    # Experts whole over all ranks, then half of each over half of them.
+    ("qwen3_moe", dict(dp_shard=2, tp=2), {}, torch.float32),
+    ("qwen3_moe", dict(tp=4, etp=2), dict(precision="bf16"), torch.float32),
 ])  # fmt: skip
 def test_parameters_gradients_and_optimizer_equal_counted_bytes(name, degrees, options, dtype):
     counted = run_ranks(4, _bytes_on_rank, name, degrees, options, dtype)
@@ -196,6 +199,21 @@ def test_experts_and_dense_parameters_apart():
     assert rank.dense["master"] == 4 * ((dense - whole) / 16 + whole / 8)
     folded = weigh(shape, dict(dp_shard=8, tp=2, ep=4, etp=2), precision="bf16")[0]
     assert folded.experts["master"] == rank.experts["master"]
+
+
+def test_experts_are_sharded_over_tp_where_no_axis_cuts_them():
+    """C6: 2 ranks of tp, no data axis: experts are gathered and reduced over both, dense parameters are not."""
+    shape = ModelShape.preset("qwen3-30b-a3b")
+    (rank,) = weigh(shape, dict(tp=2), precision=None)
+    width, experts = shape.bytes_per_number, shape.expert_parameters
+    layer = experts // len(shape.layers)
+    assert rank.experts["parameters"] == width * experts // 2
+    during = rank.phases["step 1: backward"]
+    assert during["reduce buffer"] == width * layer
+    assert during["gathered"] >= 2 * width * layer
+    (inside,) = weigh(shape, dict(tp=2, etp=2), precision=None)
+    assert inside.experts["parameters"] == rank.experts["parameters"]
+    assert inside.phases["step 1: backward"]["gathered"] == inside.phases["step 1: backward"]["reduce buffer"] == 0
 
 
 def test_a_rank_alone_gathers_nothing():

@@ -33,8 +33,8 @@ def _refusal(family, tp=2, rules=None, **changes):
         # T13: the physical size of both halves divides, the logical one does not.
         ("glm4", 4, dict(intermediate_size=90), ("gate_up_proj of 90 outputs in each of its 2 sections",)),
         ("phi3", 2, dict(intermediate_size=3), ("gate_up_proj of 3 outputs in each of its 2 sections",)),
-        ("qwen3_moe", 4, dict(moe_intermediate_size=46), ("experts.gate_up_proj of 46 along dim 1",)),
-        ("gpt_oss", 4, dict(intermediate_size=90), ("experts.down_proj of 90 along dim 1",)),
+        # Experts are not cut inside by tp, shared ones are.
+        ("deepseek_v2", 4, dict(moe_intermediate_size=46), ("shared_experts.gate_proj of 46 outputs",)),
         # T15: uneven inner sizes would need other shapes on other ranks.
         ("llama", 2, dict(intermediate_size=5), ("tp must divide 5",)),
     ],

@@ -34,7 +34,7 @@ FALCON = {
         ("qwen3", {ATTENTION: "replicate"}, TP, False, {}),
         ("llama", WHOLE_MLP, TP, True, {}),
         ("llama", {"model.layers.1.mlp": "replicate", "model.layers.*.input_layernorm": "replicate"}, TP, True, {}),
-        ("qwen3_moe", {MLP: "replicate"}, TP, True, {}),
+        ("qwen3_moe", {f"{MLP}.gate": "replicate"}, TP, False, {}),  # on whole tokens there is nothing to sum
         ("llama", OBJECTS, TP, True, {}),
         ("llama", OBJECTS, BOTH, False, {}),
         ("llama", {"lm_head": "replicate"}, TP, True, {}),
@@ -55,7 +55,6 @@ def test_rules_that_are_exact(family, rules, degrees, sequence, model):
     [
         # what is used on a part only
         ("qwen3", {f"{ATTENTION}.q_norm": "replicate"}, ("'replicate' for", "q_norm", "'replicate_sum'")),
-        ("qwen3_moe", {f"{MLP}.gate": "replicate"}, ("'replicate' for", "mlp.gate:", "'replicate_sum'")),
         ("llama", {f"{MLP}.up_proj": "replicate"}, ("'replicate' for", "up_proj", "'column'", "every matrix")),
         ("llama", {ATTENTION: "replicate_sum"}, ("'replicate_sum' for model.layers.*.self_attn:",)),
         ("llama", {"model.norm": "replicate_sum"}, ("'replicate_sum' for model.norm outside the layers",)),
@@ -67,7 +66,11 @@ def test_rules_that_are_exact(family, rules, degrees, sequence, model):
         ("llama", {f"{MLP}.gate_proj": "packed_column/5"}, ("5 must divide 96",)),
         ("llama", {"lm_head": "column"}, ("'column' for lm_head", "one of head, replicate")),
         ("qwen3_moe", {f"{MLP}.gate": "column"}, ("'column' for", "mlp.gate:")),
-        ("qwen3_moe", {f"{MLP}.experts.down_proj": "cut/0"}, ("'cut/0' for",)),
+        # experts are the expert axis' own: on its ranks, and cut inside by etp
+        ("qwen3_moe", {f"{MLP}.experts.down_proj": "cut/0"}, ("'cut/0' for", "ranks of their own", "etp (etp=2)")),
+        ("qwen3_moe", {f"{MLP}.experts.down_proj": "row"}, ("'row' for", "ranks of their own", "etp (etp=2)")),
+        ("qwen3_moe", {MLP: "replicate"}, ("'replicate' for model.layers.*.mlp", "etp (etp=2)")),
+        ("mixtral", {MLP: "block"}, ("'block' for model.layers.*.mlp", "leave the rule out")),
         ("qwen3", {f"{ATTENTION}.q_norm": "norm_column"}, ("RMS norm with a weight of 64",)),
         ("gpt2", {"transformer.h.*.ln_1": "norm_column"}, ("must be an RMS norm",)),
         ("llama", {f"{MLP}.up_proj": "cut/0"}, ("for bare parameters", "rule to model.layers.*.mlp.up_proj.w")),
@@ -127,12 +130,12 @@ def test_switches_that_cannot_be_on():
         plan_for(tiny_config("opt", **TINY, layerdrop=0.5), TP)
 
 
-def test_experts_of_a_size_that_the_grouped_product_cannot_take():
-    """20 over 2 ranks are 10 of 4 bytes: no multiple of 16 bytes. The loop over experts computes it."""
-    sizes = {**TINY, "moe_intermediate_size": 20}
-    with pytest.raises(PlanError, match=r"experts.down_proj of 20: 10 of torch.float32 on a rank.*multiple of 4"):
-        plan_for(tiny_config("qwen3_moe", **sizes), TP)
-    with pytest.raises(PlanError, match=r"24: 12 of torch.bfloat16 on a rank.*multiple of 8"):
-        config = tiny_config("qwen3_moe", **{**sizes, "moe_intermediate_size": 24})
-        plan_for(config, TP, precision="bf16")
-    check_parity(Case("qwen3_moe", TP, {}, {**sizes, "experts": "eager"}))
+def test_a_router_on_its_own_tokens_sums_its_gradient():
+    with pytest.raises(PlanError, match=r"'replicate' for .*mlp.gate where each rank has a part of the tokens"):
+        plan_for(tiny_config("qwen3_moe", **TINY), TP, rules={"tp": {f"{MLP}.gate": "replicate"}})
+
+
+@pytest.mark.parametrize("degrees", [TP, Degrees(tp=2, etp=2)], ids=str)
+def test_experts_of_any_inner_size(degrees):
+    """20 over 2 ranks are 10 of 4 bytes, which transformers' grouped product does not take (multiples of 16)."""
+    check_parity(Case("qwen3_moe", degrees, {}, {**TINY, "moe_intermediate_size": 20}))

@@ -151,8 +151,8 @@ def test_l24_a_loss_of_ones_own_sees_the_whole_vocabulary():
         assert_same_gradients(got, want, tol=1e-5)
 
 
-def _by_hand(rank, family, sequence, lengths):
-    run = _run(family, sequence_parallel=sequence)
+def _by_hand(rank, family, sequence, lengths, degrees):
+    run = _run(family, degrees, sequence_parallel=sequence)
     for length in lengths:  # gradients add up
         run.model(**rows(0, 2, length, VOCAB), use_cache=False).loss.backward()
     return run.full_gradients()
@@ -160,14 +160,16 @@ def _by_hand(rank, family, sequence, lengths):
 
 @pytest.mark.parametrize(
     "family, sequence, lengths",
-    [("qwen3", True, (8, 8)), ("qwen3", True, (7, 8)), ("deepseek_v2", True, (1, 5)), ("qwen3_moe", False, (8, 8))],
-)
+    [("qwen3", True, (8, 8)), ("qwen3", True, (7, 8)), ("deepseek_v2", True, (1, 5)), ("qwen3_moe", False, (8, 8)),
+     ("qwen3_moe", True, (7, 8))],
+)  # fmt: skip
 def test_the_model_called_by_hand_is_exact_too(family, sequence, lengths):
     """Norms and routers sum their gradients at once where no window does it for them; tokens whose number tp does not
-    divide stay whole."""
+    divide stay whole, and go to their experts once."""
     every = [_alone([rows(0, 2, length, VOCAB, supervised=0.8)], family)[1] for length in lengths]
-    for got in run_ranks(2, _by_hand, family, sequence, lengths):
-        assert_same_gradients(got, {n: sum(grads[n] for grads in every) for n in got}, tol=1e-5)
+    for degrees in (Degrees(tp=2), Degrees(tp=2, ep=2))[: 2 if family == "qwen3_moe" else 1]:
+        for got in run_ranks(2, _by_hand, family, sequence, lengths, degrees):
+            assert_same_gradients(got, {n: sum(grads[n] for grads in every) for n in got}, tol=1e-5)
 
 
 def _generated(rank, family, degrees):

@@ -97,9 +97,9 @@ def _after_three_steps(rank, degrees, family, changes, sequence):
 
 
 def _is_replica(parameter):
-    """Not cut over the tensor axis: the same on its ranks."""
+    """Not cut over the ranks of the tensor axis, nor over those of experts: the same on its ranks."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-    return not any(name.startswith("tp") for name in names)
+    return not any(name.startswith("tp") or name == "efsdp" for name in names)
 
 
 def _stored_part(tensor):
