@@ -23,6 +23,11 @@ FALCON = {
     "transformer.h.*.self_attention": "replicate", "transformer.h.*.mlp.dense_h_to_4h": "column",
     "transformer.h.*.mlp.dense_4h_to_h": "row",
 }  # fmt: skip
+GRANITE = {
+    **{f"{ATTENTION}.{name}": style for name, style in (("q_proj", "column"), ("k_proj", "column_kv"),
+                                                        ("v_proj", "column_kv"), ("o_proj", "row"))},
+    "model.layers.*.block_sparse_moe.router": "sequence",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,7 @@ FALCON = {
          {"tie_word_embeddings": True}),
         ("falcon", FALCON, TP, True, {}),  # proved by nobody: a word on every matrix
         ("falcon", FALCON, TP, False, {}),
+        ("granitemoe", GRANITE, TP, True, {}),  # its experts need no word
     ],
     ids=str,
 )  # fmt: skip

@@ -20,9 +20,11 @@ from dtensor_5d.sections import Sections, sections_of
 from dtensor_5d.tensor import (
     BlockInput,
     ColwiseParallel,
+    CutParameters,
     HeadParallel,
     RowwiseParallel,
     SequenceParallel,
+    SumOutput,
     VocabularyEmbedding,
     WholeParameters,
 )
@@ -114,6 +116,38 @@ def test_t6_t7_t14_packed_weights_and_biases_added_once(frozen):
         torch.testing.assert_close(dx, x.grad)
         assert_same_gradients(grads, {n: p.grad for n, p in mlp.named_parameters()}, tol=1e-5)
         assert torch.equal(weight, mlp.gate_up.weight)
+
+
+class _Bare(nn.Module):
+    """Two products whose parameters its own forward reads: gate above up, and a bias of the output."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("gate_up", (12, 4)), ("down", (4, 6)), ("bias", (4,))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def forward(self, x):
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down, self.bias)
+
+
+def _bare(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    model = nn.Sequential(_Bare(), nn.Identity())
+    for style in (BlockInput(), CutParameters({"gate_up": (0, 2), "down": 1, "bias": None}), SumOutput()):
+        parallelize_module(model, mesh, {"0": style})
+    model(torch.linspace(-1, 1, 24).view(2, 3, 4)).square().sum().backward()
+    packed = sections_of(model)
+    return {n: whole(p.grad, packed.get(n)) for n, p in model.named_parameters()}, model[0].gate_up.to_local().shape
+
+
+def test_t14_bare_parameters_in_sections_and_one_added_once():
+    model = nn.Sequential(_Bare(), nn.Identity())
+    model(torch.linspace(-1, 1, 24).view(2, 3, 4)).square().sum().backward()
+    for grads, shape in run_ranks(2, _bare):
+        assert_same_gradients(grads, {n: p.grad for n, p in model.named_parameters()}, tol=1e-5)
+        assert shape == (6, 4)
 
 
 def _bias_only(rank):
