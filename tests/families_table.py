@@ -1,7 +1,7 @@
 """Writes the README's table of families and axes: every cell is a run of a parity case, or what `plan_for` refuses.
 
-    python -m tests.families_table            # all of it; changes tests/data/families.json and README.md
-    python -m tests.families_table cp ep      # these columns
+    python -m tests.families_table                 # all; changes tests/data/families.json and README.md
+    python -m tests.families_table cp ep llama     # these columns (all: none named) of these families (all: none named)
 
 `tests/families/test_table.py` keeps README, results and refusals together, and runs the cells again.
 """
@@ -145,18 +145,23 @@ def _shown(cell: str, reasons: dict[str, int]) -> str:
     return f"refused ({reasons.setdefault(reason, len(reasons) + 1)})"
 
 
-def main(columns: list[str]) -> None:
-    """Measures these columns (all: none given) and writes results and README."""
-    results = recorded()
+def main(names: list[str]) -> None:
+    """Measures the columns and families named (all: none named), and writes results and README."""
+    unknown = sorted({*names} - {*COLUMNS, *FAMILIES})
+    if unknown:
+        sys.exit(f"{unknown} are neither columns ({', '.join(COLUMNS)}) nor families")
+    columns = [column for column in COLUMNS if column in names] or list(COLUMNS)
+    every = recorded()
     try:
-        for family in sorted(FAMILIES):
-            cells = results.setdefault(family, {})
-            cells |= {column: cell(family, column) for column in columns or COLUMNS}
-            print(family, cells, flush=True)
+        for family in sorted({*FAMILIES} & {*names} or FAMILIES):
+            found = {column: cell(family, column) for column in columns}
+            print(family, found, flush=True)
+            cells = every.get(family, {}) | found
+            every[family] = {column: cells[column] for column in COLUMNS if column in cells}
+            results = {family: every[family] for family in sorted(every)}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     finally:
         pool().close()
-    results = {family: {column: results[family][column] for column in COLUMNS} for family in sorted(FAMILIES)}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = README.read_text()
     before, _, rest = text.partition(BEGIN)
     README.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}")
