@@ -66,6 +66,8 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 # Rounding of fp32 grows beyond 1e-5 in these, on one process as well: compared in fp64 instead, at 1e-10.
 _IN_DOUBLES = ("gemma3n_text", "gemma4_text", "qwen3_next")
+# The router of one process ties to the last bit (1e-7) between two experts of a token there: other weights do not.
+_SEEDS: Mapping[tuple[str, str], int] = {("dots1", "tp > kv heads"): 1}
 
 
 def config_changes(family: str, column: str) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def cell(family: str, column: str) -> str:
     why = refusal(family, column)
     if why is not None:
         return f"refused: {why}"
-    laid, model, dtype = COLUMNS[column], config_changes(family, column), torch.float32
+    laid, dtype = COLUMNS[column], torch.float32
+    model = {**config_changes(family, column), "seed": _SEEDS.get((family, column), 0)}
     if family in _IN_DOUBLES:
         model, dtype = {**model, "experts": "eager"}, torch.float64
     case = Case(family, laid.degrees, dict(laid.options), model, dtype, laid.batches)

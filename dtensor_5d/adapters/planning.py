@@ -102,8 +102,8 @@ def data_rules(model: nn.Module, decoder: Decoder, options: Options, *, apart: b
     """The FSDP units: every decoder layer; the embedding with what is small beside it; the head with the final norm.
 
     Tied weights must be in one unit: they stay in the root, which is gathered from the first to the last layer anyway.
-    Routers that must compute in fp32 are units of their own when the rest does not. apart: so are experts, which an
-    axis of their own cuts, over the ranks that it leaves.
+    Routers that are fp32 are units of their own when the rest is not: a unit has one dtype. apart: so are experts, which
+    an axis of their own cuts, over the ranks that it leaves.
     """
     rules = {f"{decoder.layers}.*": "unit"}
     if apart:
@@ -114,10 +114,7 @@ def data_rules(model: nn.Module, decoder: Decoder, options: Options, *, apart: b
             continue  # all of this side stays with the tied weight in the root
         style = "unit" if len(names) == 1 else f"unit:{side}"
         rules |= {name: style for name in names}
-    narrow = options.precision == "bf16" or any(
-        p.dtype not in (torch.float32, torch.float64) for p in model.parameters()
-    )
-    if narrow:
+    if options.precision == "bf16" or any(p.dtype != torch.float32 for p in model.parameters()):
         rules |= {_over_layers(name, decoder): "unit" for name in split_fp32(model, decoder.fp32_modules)[0]}
     return rules
 
