@@ -102,7 +102,7 @@ def data_rules(model: nn.Module, decoder: Decoder, options: Options, *, apart: b
     """The FSDP units: every decoder layer; the embedding with what is small beside it; the head with the final norm.
 
     Tied weights must be in one unit: they stay in the root, which is gathered from the first to the last layer anyway.
-    Routers that are fp32 are units of their own when the rest is not: a unit has one dtype. apart: so are experts, which
+    Routers that are fp32 are units of their own when the rest is not: a unit has 1 dtype. apart: so are experts, which
     an axis of their own cuts, over the ranks that it leaves.
     """
     rules = {f"{decoder.layers}.*": "unit"}
