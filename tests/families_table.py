@@ -65,7 +65,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 4},  # the last two use keys of the first two
 }
 # Rounding of fp32 grows beyond 1e-5 in these, on one process as well: compared in fp64 instead, at 1e-10.
-_IN_DOUBLES = ("gemma3n_text", "gemma4_text", "qwen3_next")
+_IN_DOUBLES = ("gemma3n_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
 # The router of one process ties to the last bit (1e-7) between two experts of a token there: other weights do not.
 _SEEDS: Mapping[tuple[str, str], int] = {("dots1", "tp > kv heads"): 1}
 

@@ -26,7 +26,7 @@ TP, BOTH = Degrees(tp=2), Degrees(dp_shard=2, tp=2)
         ("llama", ("lm_head", "o_proj"), BOTH, False, {"tie_word_embeddings": True}),
         # Directly in a layer, without a block around.
         ("opt", ("fc2",), TP, False, {}),
-        ("opt", ("fc1", "fc2", "out_proj"), BOTH, True, {}),
+        pytest.param("opt", ("fc1", "fc2", "out_proj"), BOTH, True, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -36,17 +36,17 @@ GRANITE = {
         # Attention mixes tokens, so under sequence parallelism it must get all of them when it stays whole.
         ("gpt2", {f"transformer.h.*.attn.{n}": "replicate" for n in ("c_attn", "c_proj")}, TP, True, {}),
         ("qwen3", {ATTENTION: "replicate"}, BOTH, True, {}),  # its norms sum nothing then
-        ("qwen3", {ATTENTION: "replicate"}, TP, False, {}),
+        pytest.param("qwen3", {ATTENTION: "replicate"}, TP, False, {}, marks=pytest.mark.slow),
         ("llama", WHOLE_MLP, TP, True, {}),
         ("llama", {"model.layers.1.mlp": "replicate", "model.layers.*.input_layernorm": "replicate"}, TP, True, {}),
         ("qwen3_moe", {f"{MLP}.gate": "replicate"}, TP, False, {}),  # on whole tokens there is nothing to sum
         ("llama", OBJECTS, TP, True, {}),
-        ("llama", OBJECTS, BOTH, False, {}),
+        pytest.param("llama", OBJECTS, BOTH, False, {}, marks=pytest.mark.slow),
         ("llama", {"lm_head": "replicate"}, TP, True, {}),
         ("llama", {"lm_head": "replicate", "model.embed_tokens": "replicate"}, BOTH, False,
          {"tie_word_embeddings": True}),
         ("falcon", FALCON, TP, True, {}),  # proved by nobody: a word on every matrix
-        ("falcon", FALCON, TP, False, {}),
+        pytest.param("falcon", FALCON, TP, False, {}, marks=pytest.mark.slow),
         ("granitemoe", GRANITE, TP, True, {}),  # its experts need no word
     ],
     ids=str,
@@ -124,7 +124,7 @@ def test_objects_are_names_in_the_plan():
     "family, switch",
     [("cohere", "use_qk_norm"), ("phi", "qk_layernorm"), ("glm4_moe", "use_qk_norm")],
 )
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_norms_that_a_switch_of_the_config_adds(family, switch, sequence):
     check_parity(Case(family, TP, {"sequence_parallel": sequence}, {**TINY, switch: True}))
 

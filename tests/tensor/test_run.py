@@ -37,7 +37,9 @@ def _odd_lengths(step, rank, vocab):
     return [rows(100 * step + rank, 2, (15, 1, 3)[step] + 4 * (step == 1), vocab)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "mixtral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2", "opt"))]
+)
 def test_t18_lengths_that_tp_does_not_divide_are_padded_inside(family):
     check_parity(Case(family, Degrees(tp=4), {}, {**TINY, "num_key_value_heads": 4}, batches=_odd_lengths))
 
@@ -232,7 +234,7 @@ def _long(step, rank, vocab):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logits_chunk_by_chunk_over_a_cut_vocabulary(family, degrees, options, tied):
     model = {**TINY, "tie_word_embeddings": tied, "vocab_size": 125}
     check_parity(Case(family, degrees, options, model, batches=_long))
