@@ -75,7 +75,10 @@ def _first_weights(rank, degrees, family, changes):
     return run.full_parameters()
 
 
-@pytest.mark.parametrize("family, changes, degrees", SPREAD[:6], ids=str)
+@pytest.mark.parametrize(
+    "family, changes, degrees", [*SPREAD[:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in SPREAD[3:6])],
+    ids=str,
+)  # fmt: skip
 def test_first_weights_do_not_depend_on_the_layout(family, changes, degrees):
     """C11, T16."""
     (want,) = run_ranks(1, _first_weights, Degrees(), family, changes)
@@ -106,8 +109,13 @@ def _stored_part(tensor):
     return local_part(tensor).clone()
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family, sequence",
+    [
+        ("qwen3", True), ("qwen3_moe", True), ("qwen3_moe", False), ("deepseek_v2", True),
+        *(pytest.param(family, False, marks=pytest.mark.slow) for family in ("qwen3", "deepseek_v2")),
+    ],
+)  # fmt: skip
 def test_replicas_stay_bit_equal(family, sequence):
     """T2, T3, T4: norms, per-head norms, routers and latent projections, their gradients and weights after 3 steps."""
     results = run_ranks(4, _after_three_steps, Degrees(dp_shard=2, tp=2), family, {}, sequence)
