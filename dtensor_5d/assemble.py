@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import torch
@@ -86,7 +87,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> Run:
     other = [rank for rank, row in enumerate(every) if row[0] != every[0][0]]
     if other:
         asked = f"a model or plan on ranks {other[:8]} that is not that of rank 0"
-        needs = "all ranks must give the same plan and the same parameters (shapes, dtypes, trainable, on meta)"
+        needs = "all ranks must give the same plan, config and parameters (shapes, dtypes, trainable, on meta)"
         raise PlanError(Violation(asked, needs, "build model and plan from the same settings on every rank"))
     names = Names.of(model)
     if not any(p.is_meta for p in model.parameters()):
@@ -284,9 +285,12 @@ def _completed(model: nn.Module, plan: Plan, decoder: Decoder, mesh: Mesh) -> Pl
 
 
 def _signature(model: nn.Module, plan: Plan) -> int:
-    """A number that is the same where plan and parameters (not their values) are."""
+    """A number that is the same where plan, config and parameters (not their values) are."""
     parameters = [(n, tuple(p.shape), p.dtype, p.requires_grad, p.is_meta) for n, p in model.named_parameters()]
-    return stream_seed(repr(plan), repr(parameters), type(model).__name__)
+    # Where a config came from may differ between ranks.
+    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+    facts = json.dumps(config, sort_keys=True, default=str)
+    return stream_seed(repr(plan), repr(parameters), type(model).__name__, facts)
 
 
 def _batch_rules(model: nn.Module, decoder: Decoder, *, multiple: int, cut: bool) -> BatchRules:

@@ -59,8 +59,8 @@ class MicroBatch:
     """What one forward takes. `labels` are shifted; `tokens` counts the supervised ones. No rows: `is_empty`.
 
     `length`: tokens of a row before padding to the multiple. `documents`: [B, S] with `PADDING`, where rows are to be
-    cut along S; there positions are given and no mask is. `local`: what the context axis needs of rows that it cut;
-    `real` [B, S] bool: which of their tokens are no padding.
+    cut along S; there positions are given and no mask is. `local`: what the context axis needs of rows that it cut.
+    `real` [B, S] bool: which tokens are no padding, where inputs do not say so (documents, rows that were cut).
     """
 
     inputs: dict[str, torch.Tensor]
@@ -138,7 +138,7 @@ def fingerprint(window: Sequence[MicroBatch]) -> int:
     total = len(window)
     for micro in window:
         named = sorted(micro.inputs.items())
-        named += [(key, value) for key in ("labels", "documents") if (value := getattr(micro, key)) is not None]
+        named += [(key, value) for key in ("labels", "documents", "real") if (value := getattr(micro, key)) is not None]
         for key, value in named:
             place = torch.arange(1, value.numel() + 1, device=value.device)
             # Whole numbers, which wrap around alike everywhere. Mixed before they are summed: of a plain sum some
@@ -270,6 +270,8 @@ def _prepared(batch: Mapping[str, Any], rules: BatchRules, device: torch.device)
         inputs["attention_mask"] = mask.long()
     if positions is not None:
         inputs["position_ids"] = positions.long()
+    if "document_ids" in given:
+        inputs["real"] = (document_numbers(given) if ids.numel() else ids) != PADDING
     if "shift_labels" in given:
         inputs["labels"] = given["shift_labels"].long()
     elif "labels" in given:
@@ -277,7 +279,7 @@ def _prepared(batch: Mapping[str, Any], rules: BatchRules, device: torch.device)
     return inputs
 
 
-_PADDING = {"attention_mask": 0, "labels": IGNORE, "documents": PADDING}
+_PADDING = {"attention_mask": 0, "labels": IGNORE, "documents": PADDING, "real": False}
 
 
 def _padded(prepared: dict[str, torch.Tensor], rules: BatchRules) -> dict[str, torch.Tensor]:
@@ -305,7 +307,7 @@ def _cut(prepared: dict[str, torch.Tensor], parts: int, length: int) -> list[Mic
     cut = []
     for i in range(parts):
         mine = {key: piece[i] for key, piece in pieces.items()}
-        own, documents = mine.pop("labels", None), mine.pop("documents", None)
+        own, documents, real = (mine.pop(key, None) for key in ("labels", "documents", "real"))
         tokens = int((own != IGNORE).sum()) if own is not None else 0
-        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0], length, documents))
+        cut.append(MicroBatch(mine, own, tokens, mine["input_ids"].shape[0], length, documents, real=real))
     return cut

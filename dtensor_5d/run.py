@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
+from dtensor_5d.adapters.expert_rules import auxiliary_coefficient
 from dtensor_5d.agree import Agreement
 from dtensor_5d.checkpoint import pretrained
 from dtensor_5d.checkpoint.gather import whole_model
@@ -98,6 +100,8 @@ class Run:
         with self._gathering():
             done = self._parts.engine.train(window.micro, self._windows, window.tokens, loss)
         self._agree(done.problem, asked=loss is not None)
+        if self._parts.routers is not None:
+            self._parts.routers.window_done()
         self._windows += 1
         # As precise as the weights: fp64 for fp64 models, else fp32.
         return self._summed(done.loss).to(torch.promote_types(self._dtype, torch.float32))
@@ -121,8 +125,15 @@ class Run:
         Each router's correction bias moves by `rate` against the load (of all tokens of all ranks since the last call,
         padding not counted); its mean stays 0. Errors: `PlanError` for a family whose routers have no such bias.
         """
+        error = None
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
-            raise PlanError(Violation(f"a bias update of rate={rate!r}", "must be > 0", "give for example 0.001"))
+            error = PlanError(Violation(f"a bias update of rate={rate!r}", "must be > 0", "give for example 0.001"))
+        bits = 0 if error is not None else int.from_bytes(struct.pack("<d", rate), "little", signed=True)
+        every = [row[0] for row in self._parts.agreement.check(error, bits)]
+        if len(set(every)) > 1:
+            other = next(rank for rank, value in enumerate(every) if value != bits)
+            asked = f"a bias update of rate={rate!r} here and of another on rank {other}"
+            raise PlanError(Violation(asked, "all ranks must take the same step", "give the same rate on every rank"))
         self._parts.data.reshard()
         self._watch("update_expert_bias").update_biases(float(rate))
 
@@ -290,7 +301,11 @@ class Run:
             asked = "run.step of a model whose parameters are all frozen"
         if asked:
             raise PlanError(Violation(asked, "1 trainable parameter and gradients are required", "use run.evaluate"))
-        engine = self._parts.engine
+        engine, routers = self._parts.engine, self._parts.routers
+        if routers is not None and routers.coefficient != auxiliary_coefficient(self.model):
+            asked = "output_router_logits or router_aux_loss_coef that changed after parallelize"
+            needs = f"the auxiliary loss is settled there (coefficient {routers.coefficient})"
+            raise PlanError(Violation(asked, needs, "set the config before parallelize"))
         if isinstance(engine, Pipeline):
             engine.staging.check_trained()
 

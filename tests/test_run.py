@@ -409,6 +409,13 @@ def _no_head(rank):
     parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
 
 
+def _other_config(rank):
+    degrees = Degrees(dp_shard=2)
+    model = tiny_model("qwen3_moe", **TINY)
+    model.config.router_aux_loss_coef = 0.1 * (1 + rank)
+    parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+
+
 def _half(rank):
     degrees = Degrees(dp_shard=2)
     model = tiny_model("llama", **TINY).half()
@@ -458,6 +465,7 @@ def _wrong_on_one(rank):
         (_wrong_on_one, "auxiliary loss of its routers"),
         (_no_head, "without a head"),
         (_half, "loss scaling"),
+        (_other_config, "the same plan, config and parameters"),
         (_all_frozen, "all frozen"),
         (_without_gradients, "no_grad"),
         (_wrong_path, "must be a path"),

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.ops.unused import zeros_for_unused
+from dtensor_5d.ops.whole_gradients import drop_gradients, zeros_for_unused
 from dtensor_5d.plan.patterns import matches, specificity
 from dtensor_5d.precision import split_fp32
 
@@ -178,6 +178,9 @@ class DataParallel:
             if self._root is not None:
                 self._root.reset_iter_state()
                 self.micro_batch(is_last=True)
+                for module in self._units:
+                    for group in fully_shard.state(module)._fsdp_param_groups:
+                        drop_gradients(group)
             raise
         finally:
             self._steering = False

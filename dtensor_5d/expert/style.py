@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.expert.arguments import argument_violations
 from dtensor_5d.expert.compute import ExpertForm, compute_experts, form_of
 from dtensor_5d.expert.keep import keep_routing
 from dtensor_5d.expert.place import check_experts, cut_experts
@@ -42,9 +42,6 @@ from dtensor_5d.ops import (
 from dtensor_5d.ops.exchange import gathered
 
 __all__ = ["ExpertParallel", "experts_in"]
-
-DISPATCHES = ("all_to_all", "all_gather", "two_step")
-
 
 class ExpertParallel(ParallelStyle):
     """Cuts fused experts over the axis and brings them their tokens.
@@ -69,20 +66,9 @@ class ExpertParallel(ParallelStyle):
         same_tokens: DeviceMesh | None = None, store: WeightGradients | None = None,
         problems: Problems | None = None, overlap: str | None = None,
     ) -> None:  # fmt: skip
-        bad = []
-        if isinstance(dispatch, str) and dispatch not in DISPATCHES:
-            bad.append(Violation(f"dispatch={dispatch!r}", f"must be one of {list(DISPATCHES)}", "choose one"))
-        if isinstance(transport, str) and transport not in TRANSPORTS:
-            bad.append(Violation(f"transport={transport!r}", f"must be one of {list(TRANSPORTS)}", "choose one"))
-        drops = dispatch in ("all_to_all", "all_gather")
-        if capacity is not None and not (drops and capacity > 0 and isfinite(capacity)):
-            needs = "must be > 0 and finite, and dispatch all_to_all or all_gather"
-            asked = f"capacity={capacity} with dispatch={dispatch!r}"
-            bad.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
-        if dispatch == "two_step" and not ranks_per_node:
-            asked = f"dispatch='two_step' with ranks_per_node={ranks_per_node}"
-            bad.append(Violation(asked, "must say how many ranks share a node", "give ranks_per_node"))
-        if bad:
+        given = {"dispatch": dispatch, "transport": transport, "capacity": capacity, "ranks_per_node": ranks_per_node,
+                 "same_tokens": same_tokens, "overlap": overlap}  # fmt: skip
+        if bad := argument_violations(given):
             raise PlanError(bad)
         self.dispatch, self.capacity, self.ranks_per_node = dispatch, capacity, ranks_per_node
         self.transport = TRANSPORTS[transport] if isinstance(transport, str) else transport
@@ -209,7 +195,7 @@ class _ScaledInput:
             # By its call, not its forward: FSDP's hooks bring the experts' weights.
             made = block.experts(scaled, index.reshape(-1, 1), weights.new_ones(index.numel(), 1))
             out = block.shared_expert(hidden)
-        return out + made.view(*index.shape, -1).sum(1), logits
+        return out + made.view(*index.shape, hidden.size(1)).sum(1), logits
 
 
 def experts_in(module: nn.Module) -> tuple[nn.Module, bool]:

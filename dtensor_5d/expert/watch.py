@@ -62,7 +62,7 @@ class RouterWatch:
         self._logits: list[tuple[Tensor, int]] = []
         self._sizes = {name: _experts_of(model.get_submodule(name)) for name in experts}
         self._window: dict[str, Tensor] = {}
-        self._since: dict[str, Tensor] = {}  # the last update of biases
+        self._since: dict[str, Tensor] = {}  # of all windows since the last update of biases
         self._scored = dict(scored or {})
         self._uncounted = [n for n, r in self._scored.items() if not r or not hasattr(model.get_submodule(r), "top_k")]
         for name in experts:
@@ -81,6 +81,11 @@ class RouterWatch:
     def new_window(self) -> None:
         """From here on `load` counts anew."""
         self._window = {}
+
+    def window_done(self) -> None:
+        """The window that ran last was no failure: its load counts for the next update of biases."""
+        for name, load in self._window.items():
+            self._since[name] = self._since[name] + load if name in self._since else load
 
     @contextmanager
     def micro_batch(self, counted: Tensor) -> Iterator[None]:
@@ -175,8 +180,7 @@ class RouterWatch:
             return
         # One row for each token, also where a token comes as several rows of one choice each.
         load = expert_load(index.reshape(self._mask.numel(), -1), self._sizes[name], self._mask)
-        for counts in (self._window, self._since):
-            counts[name] = counts[name] + load if name in counts else load
+        self._window[name] = self._window[name] + load if name in self._window else load
 
     def _note_logits(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._watching:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from dtensor_5d.ops.unused import zeros_for_unused
+from dtensor_5d.ops.whole_gradients import drop_gradients, zeros_for_unused
 
 __all__ = ["StagedUnits"]
 
@@ -81,6 +81,8 @@ class StagedUnits:
             yield
         except BaseException:
             root.reset_iter_state()
+            for unit in self._parts:
+                drop_gradients(unit.group)
             raise
         finally:
             root.set_is_last_backward(True)

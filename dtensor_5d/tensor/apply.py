@@ -17,7 +17,7 @@ from dtensor_5d.adapters.tensor_rules import rule_of, section_count
 from dtensor_5d.mesh import with_copies
 from dtensor_5d.random import is_random
 from dtensor_5d.tensor.heads import Heads, heads_of
-from dtensor_5d.tensor.sequence import cut_between
+from dtensor_5d.tensor.sequence import cut_between, whole_for_routers
 from dtensor_5d.tensor.state import TensorState
 from dtensor_5d.tensor.style import (
     BlockInput,
@@ -86,6 +86,8 @@ def apply_rules(
         for layers in stages or [range(decoder.n_layers)]:
             ends = (layers.start == 0, layers.stop == decoder.n_layers)
             cut_between([modules[decoder.layer(n)] for n in layers], state, *ends)
+        if decoder.routers and stages in (None, [range(decoder.n_layers)]):  # one in stages is not called by hand
+            whole_for_routers(model, modules[decoder.layers.rpartition(".")[0]], state)
     return state
 
 

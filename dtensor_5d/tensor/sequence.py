@@ -34,7 +34,7 @@ from dtensor_5d.random import draw_seed, switch_stream
 from dtensor_5d.tensor.interpose import map_hidden, map_output
 from dtensor_5d.tensor.state import TensorState
 
-__all__ = ["cut_between", "into_block", "into_whole", "out_of_block", "out_of_whole"]
+__all__ = ["cut_between", "into_block", "into_whole", "out_of_block", "out_of_whole", "whole_for_routers"]
 
 
 def into_block(x: Tensor, state: TensorState) -> Tensor:
@@ -69,7 +69,7 @@ def cut_between(layers: list[nn.Module], state: TensorState, cuts: bool = True, 
     saved: list[Any] = []
 
     def cut(x: Tensor) -> Tensor:
-        state.cut = not cuts or x.shape[_tokens(x)] % state.size == 0
+        state.cut = not state.whole and (not cuts or x.shape[_tokens(x)] % state.size == 0)
         if not state.cut:
             return x
         if state.draws and layers[0].training:  # other tokens, other dropout
@@ -85,6 +85,21 @@ def cut_between(layers: list[nn.Module], state: TensorState, cuts: bool = True, 
     change_input, change_output = map_hidden(cut), map_output(join)
     layers[0].register_forward_pre_hook(lambda _, args, kwargs: change_input(args, kwargs), with_kwargs=True)
     layers[-1].register_forward_hook(lambda _, args, out: change_output(out))
+
+
+def whole_for_routers(model: nn.Module, inner: nn.Module, state: TensorState) -> None:
+    """Leaves tokens whole in forwards that return what routers made of them, or an auxiliary loss of it.
+
+    inner: the module around the layers, which can be called by itself.
+    """
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_router_logits")
+        if asked is not None or module is model:
+            state.whole = bool(getattr(module.config, "output_router_logits", False) if asked is None else asked)
+
+    for module in {model, inner}:
+        module.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def _tokens(x: Tensor) -> int:

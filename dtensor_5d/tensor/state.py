@@ -29,7 +29,8 @@ __all__ = ["TensorState"]
 @dataclass
 class TensorState:
     """group: the ranks of the axis. sequence: tokens can be cut between blocks. cut: those of this forward are (not
-    where their number does not divide, outside of a `Run`'s windows, which are padded). summed: (owner, parameter name,
+    where their number does not divide, outside of a `Run`'s windows, which are padded; nor where `whole` asks for it:
+    what the model makes of its routers' outputs needs those of all tokens). summed: (owner, parameter name,
     ranks with a summand) of every parameter whose gradient is summed. deferred: at the end of the window. whole_logits:
     the head gathers its output. draws: training draws random numbers. seed: of this forward, the same on all ranks.
     whole_outputs: modules whose output every rank has whole. vocabulary: the head's columns on this rank."""
@@ -41,6 +42,7 @@ class TensorState:
     whole_outputs: frozenset[str] = frozenset()
     vocabulary: Vocabulary | None = None
     cut: bool = field(init=False)
+    whole: bool = False
     deferred: bool = False
     whole_logits: bool = True
     summed: list[tuple[nn.Module, str, dist.ProcessGroup]] = field(default_factory=list)

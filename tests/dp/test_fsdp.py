@@ -237,3 +237,46 @@ def test_parameters_without_gradients_in_bf16_with_one_reduction_for_a_window():
     for found, got in run_ranks(2, _unused, "window"):
         assert abs(found - loss) < 1e-5 * loss
         assert_same_gradients(got, want, tol=1e-5)
+
+
+def _fails_and_goes_on(rank, degrees, where, options):
+    """Gradients of a clean step, and of one after a window that failed on every rank."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    run = parallelize(model, plan_for(model, degrees, **options), build_mesh(degrees, "cpu"))
+    batch = rows(run.data_rank, 4, 8, VOCAB)
+    run.step(batch)
+    want = run.full_gradients()
+    calls = []
+
+    def fail(*_):
+        calls.append(0)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory, say")
+
+    layer = next(layer for layer in reversed(run.model.model.layers) if hasattr(layer, "mlp"))
+    hook = layer.mlp.register_forward_hook(fail) if where == "forward" else None
+    if hook is None:
+        hook = layer.mlp.register_full_backward_hook(fail)
+    for p in run.parameters():
+        p.grad = None
+    with pytest.raises(RuntimeError):
+        run.step([batch, batch])
+    hook.remove()
+    for p in run.parameters():
+        p.grad = None
+    run.step(batch)
+    assert_same_gradients(run.full_gradients(), want, tol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        (Degrees(dp_shard=2), {"zero": 1}),
+        (Degrees(dp_shard=2), {"zero": 3, "grad_reduce": "window"}),
+        (Degrees(dp_shard=2), {"zero": 3}),
+        (Degrees(dp_shard=2, tp=2), {"zero": 2, "grad_reduce": "window"}),
+    ],
+)
+def test_nothing_is_left_of_a_window_that_failed(degrees, options, where):
+    run_ranks(degrees.world_size, _fails_and_goes_on, degrees, where, options)

@@ -150,6 +150,79 @@ def test_load_and_bias_do_not_depend_on_the_layout(family):
                 assert abs(bias.mean().item()) < 1e-6
 
 
+def _documents(rank, degrees, options):
+    """(load, biases after an update) of packed rows with padding, said by a mask or by documents."""
+    found = []
+    documents = torch.tensor([[0] * 12, [0] * 5 + [1] * 4 + [-1] * 3, [0] * 7 + [-1] * 5, [0] * 10 + [-1] * 2])
+    for named in (True, False):
+        model = tiny_model("deepseek_v3", num_hidden_layers=2)
+        run = parallelize(model, plan_for(model, degrees, **options), build_mesh(degrees, "cpu"))
+        batch = rows(3, 4, 12, 128)
+        given = documents.where(documents == -1, 0)
+        real = given == 0
+        batch["labels"] = batch["labels"].where(real, -100)
+        run.step(batch | ({"document_ids": given} if named else {"attention_mask": real.long()}))
+        run.update_expert_bias(0.01)
+        biases = {n: b.clone() for n, b in run.model.named_buffers() if n.endswith("correction_bias")}
+        found.append((run.expert_load(), biases))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"), [(Degrees(), {}), (Degrees(tp=2, ep=2), {}), (Degrees(cp=2), {}), (Degrees(pp=2), {})]
+)
+def test_padding_among_documents_is_no_load(degrees, options):
+    for (load, biases), (want, wanted) in run_ranks(degrees.world_size, _documents, degrees, options):
+        assert sum(int(counts.sum()) for counts in load.values()) == 2 * 38  # two choices of the tokens that are there
+        for name, counts in want.items():
+            assert torch.equal(load[name], counts), name
+        for name, bias in wanted.items():
+            assert torch.equal(biases[name], bias), name
+
+
+def _failed_window(rank):
+    """Biases after a window that failed and one that did not; and after the good one alone."""
+    found = []
+    for fails in (True, False):
+        model = tiny_model("deepseek_v3", num_hidden_layers=2)
+        degrees = Degrees(dp_shard=2, ep=2)
+        run = parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+        if fails:
+            with pytest.raises(PlanError, match=r"cannot go on|mine"):
+                run.step(rows(rank, 2, 12, 128), loss=_mine)
+        run.step(rows(10 + rank, 2, 12, 128))
+        with pytest.raises(PlanError, match="same rate"):
+            run.update_expert_bias(0.1 * (1 + rank))
+        with pytest.raises(PlanError, match="must be > 0"):
+            run.update_expert_bias(0.1 if rank else -1.0)
+        run.update_expert_bias(0.1)
+        found.append({n: b.clone() for n, b in run.model.named_buffers() if n.endswith("correction_bias")})
+    return found
+
+
+def _mine(logits, labels):
+    raise PlanError("mine")
+
+
+def test_a_window_that_failed_is_no_load_and_all_ranks_take_the_same_step():
+    for after, want in run_ranks(2, _failed_window):
+        assert want
+        for name, bias in want.items():
+            assert torch.equal(after[name], bias), name
+
+
+def _changed_config(rank):
+    model = tiny_model("qwen3_moe", num_hidden_layers=2)
+    degrees = Degrees(dp_shard=2)
+    run = parallelize(model, plan_for(model, degrees), build_mesh(degrees, "cpu"))
+    run.model.config.output_router_logits = rank == 1
+    run.step(rows(rank, 2, 12, 128))
+
+
+def test_an_auxiliary_loss_asked_for_too_late_is_refused():
+    fails_on_ranks(2, _changed_config, error=PlanError, match="before parallelize")
+
+
 def _refused(rank, what):
     if what == "dense":
         model = tiny_model("llama", num_hidden_layers=1)

@@ -285,7 +285,9 @@ def test_what_cannot_be_is_refused_before_any_collective(what, match):
 @pytest.mark.parametrize(
     "options",
     [{"dispatch": "magic"}, {"transport": "bird"}, {"capacity": 0.0}, {"dispatch": "two_step"},
-     {"dispatch": "two_step", "ranks_per_node": 2, "capacity": 1.0}],
+     {"dispatch": "two_step", "ranks_per_node": 2, "capacity": 1.0}, {"dispatch": None}, {"transport": None},
+     {"capacity": "2"}, {"capacity": True}, {"dispatch": "two_step", "ranks_per_node": -1}, {"ranks_per_node": True},
+     {"ranks_per_node": 1.5}, {"same_tokens": 3}, {"overlap": "experts"}, {"overlap": ["shared_experts"]}],
 )  # fmt: skip
 def test_unknown_options_are_refused(options):
     with pytest.raises(PlanError, match="must"):
@@ -296,3 +298,19 @@ def test_all_violations_at_once():
     with pytest.raises(PlanError) as caught:
         ExpertParallel(dispatch="magic", transport="bird", capacity=-1)
     assert len(caught.value.violations) == 3
+
+
+def _a_rank_without_tokens(rank):
+    model = _model("llama4_text", torch.float32)
+    at = next(n for n, layer in enumerate(model.model.layers) if hasattr(layer.feed_forward, "experts"))
+    block = model.model.layers[at].feed_forward
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    parallelize_module(model, mesh["ep"], {f"model.layers.{at}.feed_forward": ExpertParallel()})
+    x = torch.randn(1, 3 * (1 - rank), model.config.hidden_size, requires_grad=True)
+    out, _ = block(x)
+    out.sum().backward()
+    return out.numel() // out.size(-1), x.grad.size(1), x.grad.abs().sum().item() > 0
+
+
+def test_a_rank_without_tokens_whose_scores_scale_the_input():
+    assert run_ranks(2, _a_rank_without_tokens) == [(3, 3, True), (0, 0, False)]

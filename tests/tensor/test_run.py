@@ -12,6 +12,7 @@ from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
 from tests.families.tiny import VOCAB, tiny_model
 from tests.harness import assert_same_gradients, fails_on_ranks, run_ranks
 from tests.parity import Case, check_parity, rows
+from tests.traces import Trace
 
 TINY = {"num_hidden_layers": 2}
 
@@ -172,6 +173,34 @@ def test_the_model_called_by_hand_is_exact_too(family, sequence, lengths):
     for degrees in (Degrees(tp=2), Degrees(tp=2, ep=2))[: 2 if family == "qwen3_moe" else 1]:
         for got in run_ranks(2, _by_hand, family, sequence, lengths, degrees):
             assert_same_gradients(got, {n: sum(grads[n] for grads in every) for n in got}, tol=1e-5)
+
+
+def _routers_by_hand(rank, masked):
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    alone = tiny_model("mixtral", **TINY, **asked)
+    run = _run("mixtral", Degrees(tp=2), model=asked)
+    batch = rows(0, 2, 8, VOCAB)
+    if masked:
+        mask = torch.ones(2, 8, dtype=torch.long)
+        mask[1, 6:] = 0
+        batch |= {"attention_mask": mask, "labels": batch["labels"].where(mask.bool(), -100)}
+    found, want = (model(**batch, use_cache=False) for model in (run.model, alone))
+    for out in (found, want):
+        out.loss.backward()
+    assert abs(found.aux_loss - want.aux_loss) < 1e-5
+    for got, expected in zip(found.router_logits, want.router_logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert abs(found.loss.item() - want.loss.item()) < 1e-5
+    assert_same_gradients(run.full_gradients(), {n: p.grad for n, p in alone.named_parameters()}, tol=1e-5)
+    # The next window cuts tokens again.
+    with Trace() as trace:
+        run.step(batch)
+    assert any(event.kind == "reduce_scatter" for event in trace.events)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_auxiliary_loss_of_a_forward_by_hand_is_of_all_tokens(masked):
+    run_ranks(2, _routers_by_hand, masked)
 
 
 def _generated(rank, family, degrees):

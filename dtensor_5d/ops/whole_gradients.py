@@ -1,4 +1,4 @@
-"""Parameters that nothing has used, in a unit whose gradients are reduced together."""
+"""Whole gradients of a unit of FSDP2, from backward until they are reduced together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["zeros_for_unused"]
+__all__ = ["drop_gradients", "zeros_for_unused"]
 
 
 def zeros_for_unused(group: Any) -> None:
@@ -23,3 +23,11 @@ def zeros_for_unused(group: Any) -> None:
         is_unused = unsharded.grad is None and p.unsharded_accumulated_grad is None
         if is_unused and unsharded.requires_grad and p.reduce_dtype is not None:
             p.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=p.reduce_dtype, requires_grad=False)
+
+
+def drop_gradients(group: Any) -> None:
+    """Drops what a window that failed has left: FSDP2 would add the next one's to it, and no optimizer sees it."""
+    for p in group.fsdp_params:
+        p.unsharded_accumulated_grad = None
+        if hasattr(p, "_unsharded_param"):
+            p._unsharded_param.grad = None
