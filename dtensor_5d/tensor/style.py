@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtensor_5d.adapters.stand_in import StandIn
 from dtensor_5d.checkpoint.slices import chunk_sizes
 from dtensor_5d.ops import added_once, all_gather_split, all_reduce_identity, identity_all_reduce
 from dtensor_5d.random import SavedStream, draw_seed, switch_stream
@@ -49,7 +50,8 @@ class _Style(ParallelStyle):
         self._state = state
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.apply(module, device_mesh, self._state or TensorState.on(device_mesh))
+        if not isinstance(module, StandIn):  # of a pipeline's stage: another rank has the weights
+            self.apply(module, device_mesh, self._state or TensorState.on(device_mesh))
         return module
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, state: TensorState) -> None:
