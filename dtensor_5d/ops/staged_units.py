@@ -59,6 +59,11 @@ class StagedUnits:
         self.visits = any(unit.visits for unit in self._parts)
         self._prefetch_backward()
 
+    def described(self) -> list[object]:
+        """What ranks that shard the same modules must have alike, or their gathers and reductions would not meet."""
+        number = {id(fully_shard.state(unit.module)): at for at, unit in enumerate(self._parts)}
+        return [unit.described(number) for unit in self._parts]
+
     def reshard(self) -> None:
         """Frees gathered parameters."""
         for module in self._units:
@@ -167,6 +172,18 @@ class _Unit:
         self.module, self.group, self.stages, self.is_open, self.visits = module, group, stages, is_open, visits
         self.users: set[int] = set()
         self.pending = set(stages)
+
+    def described(self, number: Mapping[int, int]) -> tuple[object, ...]:
+        """number: of every unit, by its state."""
+        group, state = self.group, fully_shard.state(self.module)
+        weights = [(p._param_fqn, tuple(p._orig_size), p.sharded_param.dtype, p.sharded_param.requires_grad)
+                   for p in group.fsdp_params]  # fmt: skip
+        kept = group.post_forward_mesh_info
+        early = [[number.get(id(other)) for other in states]
+                 for states in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)]  # fmt: skip
+        reduction = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        return (weights, sorted(self.stages), self.is_open, self.visits, kept and kept.shard_mesh_size, early,
+                state._mp_policy, reduction)  # fmt: skip
 
     def reduce(self, last: bool) -> None:
         group = self.group

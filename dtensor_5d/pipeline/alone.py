@@ -22,6 +22,7 @@ from dtensor_5d.ops import WeightGradients
 from dtensor_5d.ops.staged_units import StagedUnits
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.runtime import Runtime, Unsharded, without_idle_gathers
+from dtensor_5d.pipeline.settings import check_same, numbered, routers_loss_violations, settings_of
 from dtensor_5d.pipeline.sharded import (
     agreed_on_all,
     data_groups,
@@ -42,6 +43,7 @@ __all__ = ["Batches", "Steps"]
 
 Batches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
+_UNITS = "fully_shard (its units, reshard_after_forward, mp_policy, requires_grad)"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +65,8 @@ class Steps:
     ) -> None:  # fmt: skip
         self.model, self.decoder, self.staging, self.store = model, decoder, staging, store
         self.options, self.rules, self.device_type = options, rules, device_type
+        # Settled now: what a config says later is not what the model was cut by.
+        self._settings = numbered(settings_of(model, decoder, staging, options))
         self._transport: tuple[torch.device, Transport] | None = None
         self._units: StagedUnits | None = None
 
@@ -128,8 +132,16 @@ class Steps:
             window = self._agreed_in_pipeline(agreement, device, batch, loss, tokens)
         except Exception as problem:
             error = problem
+        groups, whole = data_groups(self.model), error is None
         values = len(window.micro), int(window.own_loss)
-        most, own_loss = agreed_on_all(data_groups(self.model), device, error, *values)
+        try:
+            most, own_loss = agreed_on_all(groups, device, error, *values, same=self._same_over_data())
+        except Exception as problem:
+            error = problem
+        if whole and groups:  # what the data ranks of one stage found is news to other stages
+            agreement.check(error)
+        if error is not None:
+            raise error
         missing = [MicroBatch.missing(device)] * (most - len(window.micro))
         return _Window(window.micro + missing, window.dtype, bool(own_loss))
 
@@ -149,9 +161,9 @@ class Steps:
         trained = sum(self.staging.is_trained(view.number) for view in self.staging.views)
         given = -1 if tokens is None or error is not None else tokens
         sharded, cut = int(isinstance(self.model, FSDPModule)), 0 if error else tie_layout(self.staging)
-        every = agreement.check(
-            error, len(micro), fingerprint(micro), given, kind, trained, int(loss is not None), sharded, cut
-        )
+        values = len(micro), fingerprint(micro), given, kind, trained, int(loss is not None), sharded, cut
+        every = agreement.check(error, *values, *self._settings.values())
+        check_same([*self._settings], [row[len(values) :] for row in every], "the pipeline")
         other = next((rank for rank, row in enumerate(every) if row[:3] != every[0][:3]), None)
         if other is not None:
             asked = f"another batch or another `tokens` on rank {other} of the pipeline than on rank 0"
@@ -165,6 +177,11 @@ class Steps:
         self._check_alike("tied weights cut", [row[7] for row in every if row[7]], "shard both copies alike")
         self._check_alike("an mp_policy", [k for k in kinds if k >= 0], "give all layers the same mp_policy")
         return _Window(micro, _DTYPES[first], any(row[5] for row in every))
+
+    def _same_over_data(self) -> dict[str, int]:
+        """What ranks with the same stages must have alike."""
+        same = {name: number for name, number in self._settings.items() if name != "microbatches"}
+        return same | numbered({_UNITS: None if self._units is None else self._units.described()})
 
     def _check_alike(self, what: str, values: Sequence[int], change: str) -> None:
         """Errors: `PlanError` where stages differ."""
@@ -182,7 +199,7 @@ class Steps:
 
     def _check(self, loss: LossFunction | None, tokens: int | None) -> None:
         """Errors: `PlanError` where this rank cannot run a window."""
-        bad = sharding_violations(self.model, self.staging)
+        bad = sharding_violations(self.model, self.staging) + routers_loss_violations(self.model)
         if any(p.is_meta for p in self.model.parameters()):
             bad.append(Violation("step of a model on meta", "weights must be there first", "use to_empty and load"))
         if not torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.agree import Agreement
 from dtensor_5d.errors import Violation
+from dtensor_5d.pipeline.settings import check_same
 from dtensor_5d.pipeline.staging import Staging
 
 __all__ = ["agreed_on_all", "data_groups", "leaving_dtype", "logits_dtype", "sharding_violations", "tie_layout"]
@@ -51,14 +52,17 @@ def data_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def agreed_on_all(
-    groups: Sequence[dist.ProcessGroup], device: torch.device, error: Exception | None, *values: int
-) -> list[int]:
-    """The largest of each value over all ranks of all groups. Errors: on every rank, where any has one."""
-    most = list(values)
+    groups: Sequence[dist.ProcessGroup], device: torch.device, error: Exception | None, *values: int,
+    same: Mapping[str, int] | None = None,
+) -> list[int]:  # fmt: skip
+    """The largest of each value over all ranks of all groups. same: see `check_same`. Errors: on every rank, where any
+    has one."""
+    most, same = list(values), same or {}
     for group in groups:  # one after the other, so that what one has heard the next one hears
         try:
-            rows = Agreement(group, group.size(), device).check(error, *most)
-            most = [max(column) for column in zip(*rows)]
+            rows = Agreement(group, group.size(), device).check(error, *most, *same.values())
+            check_same([*same], [row[len(most) :] for row in rows], f"the data axis ({group.size()} ranks)")
+            most = [max(column) for column in zip(*rows)][: len(most)]
         except Exception as problem:
             error = problem
     if error is not None:

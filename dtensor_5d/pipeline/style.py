@@ -20,6 +20,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.ops import WeightGradients, make_deferrable
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.alone import Steps
+from dtensor_5d.pipeline.settings import routers_loss_violations
 from dtensor_5d.pipeline.staging import stage_model
 from dtensor_5d.plan import built_violations
 from dtensor_5d.schedule import Schedule
@@ -67,10 +68,8 @@ class PipelineParallel(ParallelStyle):
         if degrees.pp == 1:
             asked, needs = "PipelineParallel on a mesh of 1 rank", "stages need at least 2"
             raise PlanError(Violation(asked, needs, "leave it out"))
-        if getattr(module.config, "output_router_logits", False):  # type: ignore[union-attr]
-            asked, needs = "PipelineParallel with output_router_logits=True", "the auxiliary loss spans all stages"
-            change = "use dtensor_5d.parallelize, or set config.output_router_logits = False"
-            raise PlanError(Violation(asked, needs, change))
+        if unfit := routers_loss_violations(module):
+            raise PlanError(unfit)
         bad = built_violations(degrees, self.options) + pipeline_violations(module, decoder, degrees, self.options)
         if bad:
             raise PlanError(bad)

@@ -85,6 +85,39 @@ def test_what_one_rank_cannot_run_is_every_ranks_error_and_the_next_step_is_exac
     run_ranks(2, _refusals)
 
 
+def _other_settings(rank):
+    """What is another on rank 1."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    mixed = {
+        "layers_per_stage": {"layers_per_stage": [[1, 3], [2, 2]][rank]},
+        "schedule": {"schedule": ["1f1b", "gpipe"][rank]},
+        "microbatches": {"microbatches": [2, 4][rank]},
+        "requires_grad": {},
+        "tie_word_embeddings": {},
+        "model": {},
+    }
+    for name, options in mixed.items():
+        model = tiny_model("llama", tie_word_embeddings=name == "tie_word_embeddings" and rank == 0)
+        if name == "requires_grad" and rank == 1:
+            for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+                parameter.requires_grad_(False)
+        if name == "model" and rank == 1:
+            model.config.rms_norm_eps = 1e-3
+        model = parallelize_module(model, mesh["pp"], PipelineParallel(**{"microbatches": 4, **options}))
+        with pytest.raises(PlanError, match=f"{name}.* on rank 1 of the pipeline, not as on rank 0"):
+            model.step(rows(1, 4, 8, VOCAB))
+    model = tiny_model("llama")
+    ref = copy.deepcopy(model)
+    model.config._name_or_path = f"/node{rank}/llama"  # where it lies is each rank's own
+    batch = rows(1, 4, 8, VOCAB)
+    model = _cut(model)
+    _check(model, ref, model.step(batch), batch)
+
+
+def test_settings_that_are_not_the_same_on_all_stages_are_refused_before_the_first_message():
+    run_ranks(2, _other_settings)
+
+
 def _with_others(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "other"))
     model = _cut(tiny_model("llama"))

@@ -17,7 +17,7 @@ from dtensor_5d import PlanError
 from dtensor_5d.adapters.decoder import find_decoder
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.pipeline import PipelineParallel
-from dtensor_5d.tensor import BlockInput, ColwiseParallel, RowwiseParallel
+from dtensor_5d.tensor import BlockInput, ColwiseParallel, HeadParallel, RowwiseParallel, VocabularyEmbedding
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import rows
@@ -154,7 +154,8 @@ def _more_axes(rank, shape, sharded):
     model = parallelize_module(model, mesh["pp"], PipelineParallel(schedule="zbv", microbatches=2))
     mlp = "model.layers.*.mlp"
     styles = {mlp: BlockInput(), f"{mlp}.gate_proj": ColwiseParallel(own_input=False),
-              f"{mlp}.up_proj": ColwiseParallel(own_input=False), f"{mlp}.down_proj": RowwiseParallel()}  # fmt: skip
+              f"{mlp}.up_proj": ColwiseParallel(own_input=False), f"{mlp}.down_proj": RowwiseParallel(),
+              "model.embed_tokens": VocabularyEmbedding(), "lm_head": HeadParallel()}  # fmt: skip
     if shape[3] > 1:
         model = parallelize_module(model, mesh["tp"], styles)
     for layer in model.model.layers:
@@ -167,7 +168,7 @@ def _more_axes(rank, shape, sharded):
 
 
 @pytest.mark.parametrize("shape, sharded", [
-    ((2, 1, 1, 2), "shard"),
+    ((2, 1, 1, 2), "shard"),  # a V: one rank has both ends, the other stand-ins for them
     pytest.param((2, 2, 1, 1), ("replicate", "shard"), marks=pytest.mark.slow),
     pytest.param((2, 2, 2, 1), ("replicate", "shard"), marks=pytest.mark.slow),
     pytest.param((2, 1, 2, 2), "shard", marks=pytest.mark.slow),
@@ -272,6 +273,34 @@ def _refused(rank):
     windows = [_window(0, r) for r in range(MESH[1])]
     _one_process(reference, windows, [MESH[1] * _tokens(w) for w in windows])
     _compare(_full(model, "grad"), reference, "grad", {})
+
+
+def _other_settings(rank):
+    """Another on the second data rank; of one stage only, where the other stage cannot see it."""
+    mesh = init_device_mesh("cpu", MESH, mesh_dim_names=("pp", "dp"))
+    data = mesh.get_local_rank("dp")
+    window = _window(0, data)
+    mixed = _sharded(tiny_model("llama"), mesh, schedule=["1f1b", "gpipe"][data])
+    with pytest.raises(PlanError, match="schedule on rank 1 of the data axis"):
+        mixed.step(window)
+    words = "fully_shard .* on rank 1 of the data axis"
+    mixed = _sharded(tiny_model("llama"), mesh, reshard=(data == 0, True, True, True))
+    with pytest.raises(PlanError, match=words):
+        mixed.step(window)
+    mixed = _sharded(tiny_model("llama"), mesh)
+    mixed.model.layers[0].requires_grad_(data == 0)
+    with pytest.raises(PlanError, match=words):
+        mixed.step(window)
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    model = _sharded(model, mesh, micro=(2, 4)[data])  # a rank with fewer runs empty ones
+    model.step(window)
+    windows = [_window(0, r) for r in range(MESH[1])]
+    _one_process(reference, windows, [MESH[1] * _tokens(w) for w in windows])
+    _compare(_full(model, "grad"), reference, "grad", {})
+
+
+def test_settings_that_are_not_the_same_on_all_data_ranks_are_refused_on_every_rank():
+    run_ranks(4, _other_settings)
 
 
 def _fails(data, logits, labels):
