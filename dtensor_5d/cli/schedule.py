@@ -135,7 +135,7 @@ def _one_file_for_two(arguments: argparse.Namespace) -> list[Violation]:
 
 
 def _is_file(name: str) -> bool:
-    return name.endswith(".csv")
+    return name.lower().endswith(".csv")
 
 
 def _timelines(arguments: argparse.Namespace) -> tuple[list[Timeline], dict[str, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dtensor_5d.errors import PlanError, Violation
@@ -83,18 +83,22 @@ def leaves(action: Action) -> tuple[Action, ...]:
 
 
 def format_csv(table: Table) -> str:
-    """One line a rank, one cell an action, as torch's `_dump_csv` writes and `_load_csv` reads."""
-    return "".join(",".join(map(str, row)) + "\n" for row in table)
+    """One line a rank, one cell an action, as torch's `_dump_csv` writes and `_load_csv` reads.
+
+    A rank that does nothing has a line of bubbles, since blank lines are no ranks.
+    """
+    return "".join((",".join(map(str, row)) or ",") + "\n" for row in table)
 
 
 def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The table of `format_csv` or of torch; empty cells (torch's bubbles) and a byte order mark are left out.
+    """The table of `format_csv` or of torch, without empty cells (torch's bubbles), blank lines and a byte order mark.
 
     Errors: `PlanError` naming line and cell.
     """
     bad: list[Violation] = []
     table = []
-    for rank, line in enumerate(_lines(text.removeprefix("\ufeff"))):
+    lines = (line for line in text.removeprefix("\ufeff").splitlines() if line.strip())
+    for rank, line in enumerate(lines):
         row = []
         for cell, word in enumerate(line.split(",")):
             if word.strip() in ("", "None"):
@@ -113,13 +117,6 @@ def parse_csv(text: str) -> tuple[tuple[Action, ...], ...]:
     if bad:
         raise PlanError(bad)
     return tuple(table)
-
-
-def _lines(text: str) -> Iterator[str]:
-    lines = text.splitlines()
-    while lines and not lines[-1].strip():
-        lines.pop()
-    yield from lines
 
 
 def format_table(table: Table, mark: tuple[int, int] | None = None, *, around: int = 6) -> str:

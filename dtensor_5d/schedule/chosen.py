@@ -27,7 +27,7 @@ def as_option(schedule: Any) -> Any:
     reductions is left out: the other options decide on them.
     Errors: `PlanError` for a file that cannot be read and a table that is incomplete or would deadlock, showing it.
     """
-    if isinstance(schedule, str) and not ("\n" in schedule or schedule.endswith(".csv")):
+    if isinstance(schedule, str) and not ("\n" in schedule or schedule.lower().endswith(".csv")):
         return schedule
     if isinstance(schedule, Schedule):
         from dtensor_5d.schedule.check import check

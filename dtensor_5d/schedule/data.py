@@ -165,7 +165,7 @@ def _read(source: str | Path) -> tuple[tuple[Action, ...], ...]:
         asked = f"a CSV given as {type(source).__name__}"
         raise PlanError(Violation(asked, "must be text, or a path to a file", "decode bytes, read a stream"))
     # Text of a schedule always holds a comma or a line end, or is a single action; a path to a file is neither.
-    if isinstance(source, Path) or (source.endswith(".csv") and "\n" not in source):
+    if isinstance(source, Path) or (source.lower().endswith(".csv") and "\n" not in source):
         try:
             source = Path(source).read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from dtensor_5d import PlanError
+from dtensor_5d.options import Options
 from dtensor_5d.schedule import Action, Costs, Schedule, build, check, lower, simulate
 
 HANDWRITTEN = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
@@ -147,6 +148,19 @@ def test_good_csv():
 
 def test_a_byte_order_mark_and_other_line_ends():
     assert Schedule.from_csv("\ufeff" + GOOD.replace("\n", "\r\n")) == Schedule.from_csv(GOOD)
+
+
+def test_blank_lines_are_no_ranks_and_an_idle_rank_is_no_blank_line():
+    assert Schedule.from_csv("\n \n" + GOOD.replace("\n", "\n\n")) == Schedule.from_csv(GOOD)
+    idle = Schedule.from_csv(GOOD.rstrip() + "\n,\n")
+    assert idle.ranks == 3 and Schedule.from_csv(idle.to_csv()) == idle
+
+
+def test_a_path_in_capitals(tmp_path):
+    path = tmp_path / "RUN.CSV"
+    path.write_text(GOOD)
+    assert Schedule.from_csv(str(path)) == Schedule.from_csv(GOOD)
+    assert Options(schedule=str(path)) == Options(schedule=GOOD)
 
 
 def test_a_file_with_a_byte_order_mark(tmp_path):
