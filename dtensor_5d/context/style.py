@@ -31,12 +31,9 @@ from dtensor_5d.context.rows import LocalRows
 from dtensor_5d.context.same_mask import mask_violations
 from dtensor_5d.context.scope import attend_keeping
 from dtensor_5d.errors import PlanError, Violation
-from dtensor_5d.families.context import COUNTS_REAL, refusal
+from dtensor_5d.families.context import ATTENTION, COUNTS_REAL, refusal
 
 __all__ = ["ATTENTION", "ContextParallel", "ContextState", "dispatches_attention"]
-
-ATTENTION = "dtensor_5d_context"
-"""The name under which transformers knows our attention."""
 
 _NOTE = "_dtensor_5d_context"
 

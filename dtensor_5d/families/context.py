@@ -11,7 +11,10 @@ from types import MappingProxyType
 
 from dtensor_5d.families.facts import facts_for
 
-__all__ = ["COUNTS_REAL", "LAYER_TYPES", "REFUSED", "refusal"]
+__all__ = ["ATTENTION", "COUNTS_REAL", "LAYER_TYPES", "REFUSED", "refusal"]
+
+ATTENTION = "dtensor_5d_context"
+"""The name under which transformers knows our attention: in a config it says that modules attend over the axis."""
 
 _STATE = "its {} layers carry state from token to token, which no ring passes on"
 

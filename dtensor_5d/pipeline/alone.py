@@ -22,7 +22,7 @@ from dtensor_5d.ops import WeightGradients
 from dtensor_5d.ops.staged_units import StagedUnits
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.runtime import Runtime, Unsharded, without_idle_gathers
-from dtensor_5d.pipeline.settings import check_same, numbered, routers_loss_violations, settings_of
+from dtensor_5d.pipeline.settings import check_same, numbered, settings_of, unfit_violations
 from dtensor_5d.pipeline.sharded import (
     agreed_on_all,
     data_groups,
@@ -142,6 +142,9 @@ class Steps:
             agreement.check(error)
         if error is not None:
             raise error
+        if most == 0:
+            asked, needs = "step of a window without a batch", "must hold at least 1"
+            raise PlanError(Violation(asked, needs, "give step a batch, or leave the step out on all ranks"))
         missing = [MicroBatch.missing(device)] * (most - len(window.micro))
         return _Window(window.micro + missing, window.dtype, bool(own_loss))
 
@@ -171,12 +174,16 @@ class Steps:
         if not any(row[4] for row in every):
             asked = "step of a model whose parameters are all frozen"
             raise PlanError(Violation(asked, "1 trainable parameter is required", "set requires_grad=True"))
+        own, owned = sum(part.tokens for part in micro), any(row[5] for row in every)
+        if tokens is not None and tokens < own and not owned:  # what a loss of the user's is divided by is theirs
+            asked, needs = f"tokens={tokens}", f"this pipeline alone has {own} supervised tokens"
+            raise PlanError(Violation(asked, needs, "sum them over the data ranks, or leave tokens out"))
         kinds = [row[3] for row in every]
         first = kinds[self.staging.cut.rank_of[0]]
         self._check_alike("fully_shard", [row[6] for row in every], "shard it on all ranks, or on none")
         self._check_alike("tied weights cut", [row[7] for row in every if row[7]], "shard both copies alike")
         self._check_alike("an mp_policy", [k for k in kinds if k >= 0], "give all layers the same mp_policy")
-        return _Window(micro, _DTYPES[first], any(row[5] for row in every))
+        return _Window(micro, _DTYPES[first], owned)
 
     def _same_over_data(self) -> dict[str, int]:
         """What ranks with the same stages must have alike."""
@@ -199,7 +206,7 @@ class Steps:
 
     def _check(self, loss: LossFunction | None, tokens: int | None) -> None:
         """Errors: `PlanError` where this rank cannot run a window."""
-        bad = sharding_violations(self.model, self.staging) + routers_loss_violations(self.model)
+        bad = sharding_violations(self.model, self.staging) + unfit_violations(self.model)
         if any(p.is_meta for p in self.model.parameters()):
             bad.append(Violation("step of a model on meta", "weights must be there first", "use to_empty and load"))
         if not torch.is_grad_enabled():

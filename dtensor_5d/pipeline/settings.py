@@ -17,10 +17,11 @@ from torch import nn
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.errors import PlanError, Violation
+from dtensor_5d.families.context import ATTENTION
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.staging import Staging
 
-__all__ = ["check_same", "numbered", "routers_loss_violations", "settings_of"]
+__all__ = ["check_same", "numbered", "settings_of", "unfit_violations"]
 
 # What of a config says nothing about what the stages compute together.
 _FREE = (
@@ -63,10 +64,15 @@ def check_same(names: Sequence[str], rows: Sequence[Sequence[int]], where: str) 
         raise PlanError(bad)
 
 
-def routers_loss_violations(model: nn.Module) -> list[Violation]:
-    """Of a config that asks for the auxiliary loss of routers."""
-    if not getattr(model.config, "output_router_logits", False):
-        return []
-    change = "use dtensor_5d.parallelize, or set config.output_router_logits = False"
-    asked = "PipelineParallel with output_router_logits=True"
-    return [Violation(asked, "the auxiliary loss spans all stages", change)]
+def unfit_violations(model: nn.Module) -> list[Violation]:
+    """What the pipeline axis cannot run without the rest of the package, whether asked for before or after the cut."""
+    bad = []
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        change = "use dtensor_5d.parallelize, or set config.output_router_logits = False"
+        asked = "PipelineParallel with output_router_logits=True"
+        bad.append(Violation(asked, "the auxiliary loss spans all stages", change))
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if any(getattr(config, "_attn_implementation", None) == ATTENTION for config in configs):
+        asked, needs = "PipelineParallel beside ContextParallel", "stages do not hand on which rows were cut"
+        bad.append(Violation(asked, needs, "use dtensor_5d.parallelize with the degrees pp and cp"))
+    return bad

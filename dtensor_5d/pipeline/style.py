@@ -20,7 +20,7 @@ from dtensor_5d.errors import PlanError, Violation
 from dtensor_5d.ops import WeightGradients, make_deferrable
 from dtensor_5d.options import Options
 from dtensor_5d.pipeline.alone import Steps
-from dtensor_5d.pipeline.settings import routers_loss_violations
+from dtensor_5d.pipeline.settings import unfit_violations
 from dtensor_5d.pipeline.staging import stage_model
 from dtensor_5d.plan import built_violations
 from dtensor_5d.schedule import Schedule
@@ -64,12 +64,12 @@ class PipelineParallel(ParallelStyle):
         if cut is not None:
             asked, needs = f"PipelineParallel on a model whose {cut} is a DTensor", "stages are cut first"
             raise PlanError(Violation(asked, needs, "apply PipelineParallel first, then the styles of other axes"))
+        if unfit := unfit_violations(module):
+            raise PlanError(unfit)
         decoder = find_decoder(module)
         if degrees.pp == 1:
             asked, needs = "PipelineParallel on a mesh of 1 rank", "stages need at least 2"
             raise PlanError(Violation(asked, needs, "leave it out"))
-        if unfit := routers_loss_violations(module):
-            raise PlanError(unfit)
         bad = built_violations(degrees, self.options) + pipeline_violations(module, decoder, degrees, self.options)
         if bad:
             raise PlanError(bad)

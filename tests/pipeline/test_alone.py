@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM
 
-from dtensor_5d import Degrees, PlanError, build_mesh, parallelize, plan_for
+from dtensor_5d import ContextParallel, Degrees, PlanError, build_mesh, cut_batch, parallelize, plan_for
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.pipeline import PipelineParallel
 from dtensor_5d.tensor import ColwiseParallel
@@ -65,6 +65,11 @@ def _refusals(rank):
             model.step(batch if rank == 1 else good)
     with pytest.raises(PlanError, match="another `tokens`"):
         model.step(good, tokens=10 + rank)
+    own = int((good["labels"][:, 1:] != -100).sum())
+    with pytest.raises(PlanError, match=f"tokens={own - 1}: this pipeline alone has {own} supervised tokens"):
+        model.step(good, tokens=own - 1)
+    with pytest.raises(PlanError, match="a window without a batch: must hold at least 1"):
+        model.step([])
     with pytest.raises(PlanError, match="no_grad"), torch.set_grad_enabled(rank == 0):
         model.step(good)
     with pytest.raises(PlanError, match=r"use model\.step"):
@@ -210,6 +215,30 @@ def _with_routers_loss(rank):
     model.config.output_router_logits = True
     with pytest.raises(PlanError, match="the auxiliary loss spans all stages"):
         _cut(model)
+    model.config.output_router_logits = False
+    model = _cut(model)
+    model.config.output_router_logits = rank == 1
+    with pytest.raises(PlanError, match="the auxiliary loss spans all stages"):
+        model.step(rows(1, 4, 8, VOCAB))
+
+
+def _beside_context(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    style, words = {"model.layers.*.self_attn": ContextParallel()}, "PipelineParallel beside ContextParallel"
+    cut = PipelineParallel(schedule="zbv", microbatches=2)
+    model = parallelize_module(tiny_model("llama"), mesh["pp"], cut)
+    model = parallelize_module(model, mesh["cp"], style)
+    batch = rows(1, 4, 8, VOCAB)
+    for given in (batch, cut_batch(batch, mesh["cp"])):
+        with pytest.raises(PlanError, match=words):
+            model.step(given)
+    model = parallelize_module(tiny_model("llama"), mesh["cp"], style)
+    with pytest.raises(PlanError, match=words):
+        parallelize_module(model, mesh["pp"], cut)
+
+
+def test_a_cut_sequence_is_sent_to_parallelize():
+    run_ranks(4, _beside_context)
 
 
 def test_a_model_with_an_auxiliary_loss_is_sent_to_parallelize():
