@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dtensor_5d.adapters.decoder import Decoder
 from dtensor_5d.adapters.stand_in import Zeros
@@ -69,6 +70,7 @@ class Steps:
         self._settings = numbered(settings_of(model, decoder, staging, options))
         self._transport: tuple[torch.device, Transport] | None = None
         self._units: StagedUnits | None = None
+        self._has_run = False  # what styles make of the logits shows in the first window
 
     def __call__(self, batch: Batches, loss: LossFunction | None = None, tokens: int | None = None) -> Tensor:
         # Device and dtype are looked up anew: a model may be cut on meta, or moved afterwards.
@@ -78,7 +80,7 @@ class Steps:
         window = self._agreed(agreement, device, batch, loss, tokens)
         count = sum(micro.tokens for micro in window.micro) if tokens is None else tokens
         problems: list[Exception] = []
-        measured = _measured(loss, max(count, 1), problems)
+        measured = _measured(loss, max(count, 1), problems, self._whole)
         schedule = self._schedule(len(window.micro))
         runtime = Runtime(
             rank=self.staging.rank,
@@ -91,8 +93,11 @@ class Steps:
         )
         with self._around():
             results = runtime.run(schedule)
-        if window.own_loss:
+        if window.own_loss or not self._has_run:
             self._check_all(agreement, device, problems[0] if problems else None)
+        self._has_run = True
+        if problems:
+            raise problems[0]
         wide = torch.promote_types(window.dtype, torch.float32)
         total = sum(results.values(), torch.zeros((), dtype=wide, device=device))
         dist.all_reduce(total, group=self.staging.group)
@@ -223,6 +228,18 @@ class Steps:
             self.model.set_reduce_scatter_unused_params(True)
             self._units = StagedUnits(self.model, self.staging.owners, resharding=None)
 
+    def _whole(self, logits: Tensor) -> PlanError | None:
+        """What is wrong with logits of a head that a style has cut: the loss takes plain tensors with all columns."""
+        head = None if self.decoder.head is None else self.model.get_submodule(self.decoder.head).weight
+        if isinstance(logits, DTensor):
+            asked = "logits that are a DTensor"
+        elif isinstance(head, DTensor) and logits.shape[-1] < head.shape[0]:
+            asked = f"logits with {logits.shape[-1]} of {head.shape[0]} columns"
+        else:
+            return None
+        needs = "the loss needs all columns in a plain tensor"
+        return PlanError(Violation(asked, needs, "use HeadParallel for the head, or let its style gather"))
+
     def _dtype_number(self) -> int:
         """That of the dtype of messages: what the units of this rank's layers make of them, or what stage 0 starts
         with; -1 where others must say."""
@@ -257,11 +274,15 @@ class Steps:
 
 
 def _measured(
-    loss: LossFunction | None, count: int, problems: list[Exception]
+    loss: LossFunction | None, count: int, problems: list[Exception], whole: Callable[[Tensor], PlanError | None]
 ) -> Callable[[Tensor, MicroBatch], Tensor]:
-    """A micro-batch's part of the loss."""
+    """A micro-batch's part of the loss. problems: noted there, since other stages wait for the rest of the window."""
 
     def measured(logits: Tensor, micro: MicroBatch) -> Tensor:
+        problem = whole(logits) if loss is None else None
+        if problem is not None:
+            problems.append(problem)
+            return nothing(logits.to_local() if isinstance(logits, DTensor) else logits)
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
         if loss is None:

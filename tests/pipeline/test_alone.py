@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dtensor_5d import ContextParallel, Degrees, PlanError, build_mesh, cut_batch, parallelize, plan_for
 from dtensor_5d.loss import token_loss_sum
 from dtensor_5d.pipeline import PipelineParallel
-from dtensor_5d.tensor import ColwiseParallel
+from dtensor_5d.tensor import ColwiseParallel, HeadParallel
 from tests.families.tiny import VOCAB, tiny_config, tiny_model
 from tests.harness import assert_same_gradients, run_ranks
 from tests.parity import rows
@@ -138,6 +138,26 @@ def _with_others(rank):
 
 def test_fully_shard_on_one_stage_and_styles_before_it_are_refused():
     run_ranks(2, _with_others)
+
+
+def _cut_head(rank):
+    """A style that leaves each rank some columns of the logits, and one that gathers them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    ref, batch = tiny_model("llama"), rows(1, 4, 8, VOCAB)
+    for style in (ColwiseParallel(), HeadParallel()):
+        cut = PipelineParallel(schedule="1f1b", microbatches=2)
+        model = parallelize_module(tiny_model("llama"), mesh["pp"], cut)
+        model = parallelize_module(model, mesh["tp"], {"lm_head": style})
+        if isinstance(style, HeadParallel):
+            loss = model.step(batch).item()
+            assert abs(loss - _one_process(ref, batch)[0]) < 1e-5 * loss
+            return
+        with pytest.raises(PlanError, match=f"logits with {VOCAB // 2} of {VOCAB} columns"):
+            model.step(batch)
+
+
+def test_logits_of_some_columns_are_every_ranks_error():
+    run_ranks(4, _cut_head)
 
 
 def _changed(rank, how):
