@@ -282,7 +282,7 @@ def _measured(
         problem = whole(logits) if loss is None else None
         if problem is not None:
             problems.append(problem)
-            return nothing(logits.to_local() if isinstance(logits, DTensor) else logits)
+            return nothing(_local(logits))
         if micro.tokens == 0 or micro.labels is None:
             return nothing(logits)
         if loss is None:
@@ -290,3 +290,7 @@ def _measured(
         return own_loss_sum(loss, logits, micro.labels, problems) / count
 
     return measured
+
+
+def _local(logits: Tensor) -> Tensor:
+    return logits.to_local(grad_placements=logits.placements) if isinstance(logits, DTensor) else logits
