@@ -1,8 +1,8 @@
 """Rows of the collection of field faults whose axes are all among DP, GA, FSDP, loss, clip, init, mesh and data.
 
 Each test names its row. Rows that are proved elsewhere: L14, L16, L21 in tests/test_run.py and test_run_mistakes.py;
-L17 in tests/test_batch.py; N1, N2, N4 in tests/dp/test_grads.py, test_fsdp.py and tests/context/test_parity.py; K1, K12,
-M6, M7 in tests/loader; K10, K11, K13, I1, I3 in tests/checkpoint; M1, M2 in tests/test_mesh.py.
+L17 in tests/test_batch.py; N1, N2, N4 in tests/dp/test_grads.py, test_fsdp.py and tests/context/test_parity.py;
+K1, K12, M6, M7 in tests/loader; K10, K11, K13, I1, I3 in tests/checkpoint; M1, M2 in tests/test_mesh.py.
 """
 
 from __future__ import annotations
