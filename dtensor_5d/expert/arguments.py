@@ -32,7 +32,7 @@ def argument_violations(given: Mapping[str, Any]) -> list[Violation]:
     if capacity is not None:
         number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
         if not (number and dispatch in ("all_to_all", "all_gather") and capacity > 0 and isfinite(capacity)):
-            needs = "must be a number > 0 and finite, and dispatch all_to_all or all_gather"
+            needs = "must be > 0 and finite, and dispatch all_to_all or all_gather"
             asked = f"capacity={capacity!r} with dispatch={dispatch!r}"
             bad.append(Violation(asked, needs, "use None to drop nothing, or another dispatch"))
     whole = isinstance(lanes, int) and not isinstance(lanes, bool) and lanes > 0

@@ -89,7 +89,7 @@ class ModelShape:
             return _build(fields, recipe, model_type or "llama", known)
         except PlanError:
             raise
-        except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, IndexError, ArithmeticError) as error:
             asked = f"a config of {model_type or 'no model_type'} with a field of the wrong kind ({error})"
             needs = "fields must be numbers, lists and truths as the family's own config has them"
             raise PlanError(Violation(asked, needs, "compare it with a published config.json")) from error

@@ -202,6 +202,7 @@ BAD = [
     (dict(PRESETS["gemma-3-27b"]) | {"layer_types": ["bogus"] * 62, "sliding_window": -5, "dtype": "banana"},
      ["bogus", "sliding_window=-5", "dtype='banana'"]),
     (dict(PRESETS["qwen3-30b-a3b"]) | {"num_experts_per_tok": 200}, ["200 experts per token of 128", "use 128"]),
+    (CONFIGS["jamba"] | {"mamba_dt_rank": float("inf")}, ["a config of jamba with a field of the wrong kind"]),
     ({}, ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]),
     ("/no/such/place", ["/no/such/place", "config.json"]),
     (7, ["config of type int"]),
